@@ -19,6 +19,7 @@ from hf_dist.parallel.experts.spread import expert_counts
 from hf_dist.parallel.local_sgd.outer import num_outer_states
 from hf_dist.parallel.pipeline import PlannedSplit, make_schedule, plan_stages
 from hf_dist.parallel.sequence.layout import SequenceLayout, layout_for
+from hf_dist.parallel.sequence.ring_plan import masked_nbytes
 from hf_dist.parallel.sequence.split import heads_of
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic, state_traffic
@@ -99,9 +100,12 @@ class Planner:
             states = replace(states, outer_states=num_outer_states(config.local_sgd))
         measured = self.activations(config)
         known = measured if isinstance(measured, Activations) else None
+        kept = own.kept(known, config, self.workload.checkpointing) if known else None
+        if known and kept:
+            kept = replace(kept, passing=kept.passing + _masked_nbytes(known, self.layout(config)))
         return MemoryPlan(
             states,
-            own.kept(known, config, self.workload.checkpointing) if known else None,
+            kept,
             own.in_flight,
             known.logits(config) if known and own.is_last else 0,
             self._checkpoint_nbytes(states),
@@ -251,3 +255,16 @@ def _own_positions(value: Any, whole: int, own: int) -> object:
     """A tensor over `whole` positions, reduced to one rank's number of positions."""
     is_split = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == whole > own
     return value[:, :own] if is_split else value
+
+
+def _masked_nbytes(measured: Activations, layout: SequenceLayout | None) -> int:
+    """Of the largest masked tile in a ring whose rows are packed or padded."""
+    if layout is None or not layout.is_ring:
+        return 0
+    calls = [call for block in measured.blocks for call in block.work.attention]
+    chunks = [call.length * layout.ulysses // 2 for call in calls]  # exchanged heads for positions
+    each = [
+        masked_nbytes(call.rows, -(-call.heads // layout.ulysses), chunk, call.widths // 2)
+        for call, chunk in zip(calls, chunks, strict=True)
+    ]
+    return max(each, default=0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -207,6 +208,18 @@ def _made_up(func: Any, tensor: torch.Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return True
     return 0.5 if tensor.dtype.is_floating_point else 1
+
+
+def answered(answer: Callable[[torch.Tensor], np.ndarray]) -> Any:
+    """A context in which what the program reads by `host_read` is a wait, and has the elements that `answer` gives."""
+    from hf_dist.tensors import host_read
+
+    def on_host(tensor: torch.Tensor) -> np.ndarray:
+        if tensor.is_cuda:
+            tensor.cpu()
+        return answer(tensor)
+
+    return mock.patch.object(host_read, "on_host", on_host)
 
 
 def follows_resizes(recorder: Recorder) -> Any:

@@ -29,9 +29,9 @@ if not FULL_GRID:  # every exchange, and both families
 
 
 @functools.cache
-def reported(exchange: Any, dtype: str, family: str) -> tuple[Report, Counter[str]]:
+def reported(exchange: Any, dtype: str, family: str, rows: str = "plain") -> tuple[Report, Counter[str]]:
     given = list(exchange) if isinstance(exchange, tuple) else exchange
-    return simulate("tests.gpu_sim.sequences:train", given, dtype, family)[0]  # type: ignore[no-any-return]
+    return simulate("tests.gpu_sim.sequences:train", given, dtype, family, rows)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("exchange", "dtype", "family"), CASES)
@@ -50,3 +50,19 @@ def test_a_ring_calls_the_kernels_of_cuda_for_each_pair(dtype: str, kernel: str)
     own = {name: count for name, count in launched.items() if "attention" in name}
     forward = "_flash_attention_forward" if kernel == FLASH else EFFICIENT
     assert own == {forward: 2 * layers * pairs, f"{kernel}_backward": layers * pairs}  # forward again in backward
+
+
+@pytest.mark.parametrize(
+    ("rows", "waits"),
+    [
+        ("packed", ["ring_plan.py _borders", "ring_plan.py __init__"]),
+        ("padded", ["inputs.py _filled", "ring_plan.py _borders", "ring_plan.py __init__"]),
+    ],
+)
+def test_a_ring_asks_for_borders_and_areas_once_a_forward(rows: str, waits: list[str]) -> None:
+    """And for padding. Nothing in its layers, and nothing when blocks run again."""
+    found, launched = reported("ring", "bf16", "llama", rows)
+    assert found.faults == []
+    asked = [wait.rpartition("hf_dist/parallel/sequence/")[2] for wait in found.waits]
+    assert [f"{place.partition(':')[0]} {place.rpartition(' ')[2]}" for place in asked] == waits, found.waits
+    assert launched["_flash_attention_forward"] == 2 * launched["_flash_attention_backward"] > 0

@@ -29,5 +29,12 @@ def test_on_one_machine_spread_experts_send_less_and_the_step_is_shorter() -> No
     assert sum(spread.sent.values()) < 0.5 * sum(gathered.sent.values())
 
 
+def test_the_host_waits_once_in_a_layer() -> None:
+    """For the numbers of rows and pairs; forward again in backward knows them."""
+    assert outcome(1).waits == []
+    places = [wait.partition(":")[0] for wait in outcome(8).waits]
+    assert places == ["hf_dist/parallel/experts/exchange.py"] * LAYERS
+
+
 def test_the_exchange_takes_what_its_bytes_say() -> None:
     assert outcome(8).sent["all_to_all"] == pytest.approx(expected_exchange(MODEL, 8, LAYERS, TOKENS), rel=0.05)

@@ -10,16 +10,16 @@ leave one only that of their rank.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 
 from tests.gpu_sim import costs
 from tests.gpu_sim.rank import GPU, simulated_rank
+from tests.gpu_sim.recorder import answered
 from tests.gpu_sim.replay import Outcome, replay
 from tests.gpu_sim.timed import STEPS, _ours, shipped
 from tests.gpu_sim.trace import Launched
@@ -75,29 +75,13 @@ def speed(kind: str, ranks: tuple[int, ...]) -> float:
     return min(costs.NETWORK, CARD * here)
 
 
-@contextmanager
-def even_routing() -> Iterator[None]:
-    """Inside, every rank gets as many rows as random choices send it: no tensor here has elements that say it."""
-    from hf_dist.dist import collectives
-    from hf_dist.parallel.experts import exchange
-    from hf_dist.parallel.experts.routing_plan import RoutingPlan
+def even_counts(model: str, ep: int, tokens: int) -> np.ndarray:
+    """What the host reads in a layer: as many rows and pairs as random choices send to and from each rank."""
+    from hf_dist.parallel.experts.routing_plan import packed
 
-    def plan(self: Any, chosen: torch.Tensor) -> RoutingPlan:
-        ranks, (tokens, k) = self.axis.size, chosen.shape
-        each = round(tokens * (1 - (1 - 1 / ranks) ** k))
-        counts = torch.zeros(ranks, dtype=torch.long, device=chosen.device)
-        received = torch.empty_like(counts)
-        collectives.all_to_all(self.axis, counts, received, [1] * ranks, [1] * ranks).wait()
-        received.sum().item()  # here the host waits
-        rows, pairs = each * ranks, tokens * k
-        token = torch.zeros(rows, dtype=torch.long, device=chosen.device)
-        sizes = [each] * ranks, [each] * ranks
-        (ids,) = exchange._swapped(self.axis, *sizes, chosen.to(torch.int32).index_select(0, token))
-        row, choice, expert = (ids.new_zeros(pairs, dtype=torch.long) for _ in range(3))
-        return RoutingPlan(token, *sizes, row, choice, expert)
-
-    with mock.patch.object(exchange.ExpertExchange, "_plan", torch.no_grad()(plan)):
-        yield
+    k = MIXTURES[model].chosen
+    rows = round(tokens * (1 - (1 - 1 / ep) ** k))
+    return np.full((2, ep), packed(rows, tokens * k // ep))
 
 
 @dataclass(frozen=True)
@@ -107,6 +91,8 @@ class Timed:
     outcome: Outcome
     sent: Mapping[str, float]
     """Seconds of transfers by kind, each as if nothing ran beside it."""
+    waits: list[str]
+    """Where the host waits."""
 
 
 def expected_exchange(model: str, ep: int, layers: int, tokens: int) -> float:
@@ -123,7 +109,7 @@ def run(rank: int, meet: str, model: str, world: int, ep: int, layers: int, toke
     """The last of some steps at stage 3."""
     with simulated_rank(world, rank) as (recorder, nccl):
         nccl.network = speed
-        with recorder, even_routing():
+        with recorder, answered(lambda tensor: even_counts(model, ep, tokens)):
             with torch.device(GPU):
                 built = MIXTURES[model].build(layers)
             ids = torch.zeros(1, tokens, dtype=torch.long, device=GPU)
@@ -139,7 +125,7 @@ def run(rank: int, meet: str, model: str, world: int, ep: int, layers: int, toke
         for entry in trace.entries[trace.marks[STEADY] :]:
             if isinstance(entry, Launched) and entry.transfer is not None:
                 sent[entry.transfer.kind] = sent.get(entry.transfer.kind, 0.0) + entry.seconds
-        return Timed(replay([trace], mark=STEADY), sent)
+        return Timed(replay([trace], mark=STEADY), sent, [wait.where for wait in trace.waits(STEADY)])
 
 
 def main() -> None:

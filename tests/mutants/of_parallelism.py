@@ -241,10 +241,24 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     Mutant(
+        "rows of a ring are multiplied where the first one sees something",
+        "parallel/sequence/ring_plan.py",
+        "alike = all(found == by_row[0] for found in by_row)",
+        "alike = bool(by_row)",
+        ("parallel/sequence/test_ring_plan.py",),
+    ),
+    Mutant(
+        "a model is compared on parts by the kernel of training",
+        "parallel/sequence/verify.py",
+        'split.attending_by("eager" if has_eager else "sdpa"):',
+        "split.attending_by(split.kernel):",
+        ("parallel/sequence/test_refusals.py",),
+    ),
+    Mutant(
         "a model stays in evaluation after its check, and drops nothing",
         "parallel/sequence/verify.py",
-        "precision.callback(model.train, was_training)\n",
-        "precision.callback(model.eval)\n",
+        "model.train(was_training)\n",
+        "model.eval()\n",
         (
             "parallel/sequence/test_refusals.py::test_a_model_in_training_is_in_training_after_its_check",
             "parallel/sequence/test_accounting.py",

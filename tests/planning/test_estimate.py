@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
 from hf_dist.memory.offload.resting import Tier
+from hf_dist.parallel.sequence.ring_plan import masked_nbytes
 from hf_dist.planning import overhead
 from hf_dist.planning.memory_plan import Limits
 from hf_dist.planning.planner import Planner, Workload
@@ -208,6 +209,18 @@ def test_a_pipeline_splits_states_and_activations() -> None:
     )
     assert 0 < cut.states.nbytes.weights[Tier.DEVICE] < whole.states.nbytes.weights[Tier.DEVICE]
     assert cut.in_flight in (1, 2)
+
+
+def test_a_ring_counts_the_masked_tile_of_packed_rows() -> None:
+    model, found = llama(), {}
+    for exchange in ("gather", "ring", [2, 2]):
+        more = {"sequence_parallel_size": 4, "hf_dist": {"sequence_parallel": exchange}}
+        planner = Planner(model, 4, Workload(seq=8192, micro=2))
+        found[str(exchange)] = planner.plan(resolved(config_of(3, "", **more))).passing
+    config = model.config
+    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    assert found["ring"] - found["gather"] == masked_nbytes(2, heads, 1024, width)
+    assert found["[2, 2]"] - found["gather"] == masked_nbytes(2, heads // 2, 2048, width)
 
 
 def plan_command(folder: Path, *arguments: str, data: dict[str, Any] | None = None) -> Any:

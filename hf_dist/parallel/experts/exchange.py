@@ -24,6 +24,7 @@ from hf_dist.parallel.experts.routing_plan import (
     rows_to_send,
     unpacked,
 )
+from hf_dist.tensors import host_read
 
 __all__ = ["EvenExchange", "ExpertExchange"]
 
@@ -101,7 +102,7 @@ class ExpertExchange:
         needed, sent = packed_counts(chosen, self.num_local, size)
         received = torch.empty_like(sent)
         collectives.all_to_all(self.axis, sent, received, [1] * size, [1] * size).wait()
-        to, of = map(unpacked, torch.stack((sent, received)).tolist())  # the only point where the host waits
+        to, of = map(unpacked, host_read.on_host(torch.stack((sent, received))).tolist())  # the only wait
         token = rows_to_send(needed, sum(to.rows))
         (ids,) = _swapped(self.axis, to.rows, of.rows, chosen.to(torch.int32).index_select(0, token))
         row, choice, expert = pairs_of(ids.long(), self.axis.rank, self.num_local, sum(of.pairs))

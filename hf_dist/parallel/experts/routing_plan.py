@@ -7,10 +7,11 @@ received row together with one of its local experts. On a GPU nothing here makes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-__all__ = ["Counts", "RoutingPlan", "even_plan", "packed_counts", "pairs_of", "rows_to_send", "unpacked"]
+__all__ = ["Counts", "RoutingPlan", "even_plan", "packed", "packed_counts", "pairs_of", "rows_to_send", "unpacked"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,7 @@ class Counts:
     pairs: list[int]
 
 
+Number = TypeVar("Number", int, torch.Tensor)
 _SHIFT = 1 << 32
 """Numbers of rows and of pairs travel as one."""
 
@@ -53,7 +55,12 @@ def packed_counts(chosen: torch.Tensor, num_local: int, ranks: int) -> tuple[tor
     needed.scatter_(1, target, True)
     pairs = torch.zeros(ranks, dtype=torch.long, device=chosen.device)
     pairs.index_add_(0, target.flatten(), torch.ones_like(target.flatten()))
-    return needed.t(), needed.sum(0) * _SHIFT + pairs
+    return needed.t(), packed(needed.sum(0), pairs)
+
+
+def packed(rows: Number, pairs: Number) -> Number:
+    """Both as one number."""
+    return rows * _SHIFT + pairs
 
 
 def unpacked(counts: list[int]) -> Counts:

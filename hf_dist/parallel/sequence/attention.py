@@ -102,7 +102,9 @@ def _mask(
         ids = forward.position_ids.expand(batch_size, -1)
         rule = _of_documents(rule, ids, forward.documents)
         kwargs["allow_is_causal_skip"] = False
-    if whole is None and _reaches_padding(rule, keys, device):
+    if whole is not None:  # it hides something: HF need not ask the device
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    elif _reaches_padding(rule, keys, device):
         whole = (torch.arange(keys.length, device=device) < keys.real_length).expand(batch_size, -1)
     seen = rule if whole is None else hf_masks.and_masks(rule, hf_masks.padding_mask_function(whole))
     made = partial(

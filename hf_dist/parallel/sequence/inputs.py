@@ -14,6 +14,7 @@ from torch.nn import functional
 from hf_dist.errors import ModelError
 from hf_dist.model_config import text_config
 from hf_dist.parallel.sequence.forward import SequenceAxes, SplitForward
+from hf_dist.tensors import host_read
 
 IGNORED = -100
 """The label of a token without a label."""
@@ -118,8 +119,11 @@ def cut_inputs(
     rows, length = ids.shape[:2]
     padded = axes.layout.padded(length)
     mask = given.get("attention_mask")
+    is_full, begins_full = _filled(mask)
+    if not begins_full:
+        _refuse_left(arguments, is_given=given.get("position_ids") is not None)
     positions, documents = _positions(arguments, given, mask, (rows, length, padded), documents_of)
-    mask = None if mask is None or bool(mask.all()) else _padded(mask.bool(), padded - length, False)
+    mask = None if mask is None or is_full else _padded(mask.bool(), padded - length, False)
     forward = SplitForward(axes, padded, length, mask, positions, documents)
     own = forward.own
     kwargs = dict(given)
@@ -165,6 +169,23 @@ def _check(given: Mapping[str, Any], ids: Any) -> None:
         raise ModelError(f"{_KEY}: output_attentions asks for attention over whole rows, which no rank has.")
 
 
+def _filled(mask: torch.Tensor | None) -> tuple[bool, bool]:
+    """Whether all tokens, and all first tokens, may be attended to. The host waits once."""
+    if mask is None:
+        return True, True
+    every, first = host_read.on_host(torch.stack([mask.bool().all(), mask[:, :1].bool().all()])).tolist()
+    return every, first
+
+
+def _refuse_left(arguments: Arguments, *, is_given: bool) -> None:
+    """`is_given`: whether the caller gave positions."""
+    if arguments.chunked or (arguments.counts_mask and not is_given):
+        raise ModelError(
+            f"{_KEY}: rows are padded on the left, and this model counts from there. Pad on the right "
+            '(tokenizer.padding_side = "right").'
+        )
+
+
 def _positions(
     arguments: Arguments,
     given: Mapping[str, Any],
@@ -177,12 +198,6 @@ def _positions(
     ids, positions = given.get("input_ids"), given.get("position_ids")
     is_given, documents = positions is not None, None
     device = (given["inputs_embeds"] if ids is None else ids).device
-    is_padded_left = mask is not None and (arguments.counts_mask or arguments.chunked) and not bool(mask[:, 0].all())
-    if is_padded_left and (arguments.chunked or not is_given):
-        raise ModelError(
-            f"{_KEY}: rows are padded on the left, and this model counts from there. Pad on the right "
-            '(tokenizer.padding_side = "right").'
-        )
     if positions is None and arguments.positions is not None and ids is not None:
         positions = arguments.positions(ids)
     if positions is None and arguments.counts_mask and mask is not None:

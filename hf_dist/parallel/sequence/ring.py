@@ -1,26 +1,23 @@
 """Ring attention: keys and values are passed from rank to rank, and their gradients with them.
 
-Forward: each pair of my queries and some rank's keys is computed separately, with the log of its sum of exponentials, and
-merged in fp32. Backward: the kernel's own backward of each pair with the final output and sum, so nothing is merged. The
-fp32 gradients of keys and values travel one rank behind them, and one more step returns them. Zigzag (`layout.py`):
+Forward: each tile (`ring_plan.py`) of my queries and some rank's keys is computed separately, with the log of its sum of
+exponentials, and merged in fp32. Backward: the kernel's own backward of each tile with the final output and sum, so nothing is
+merged. The fp32 gradients of keys and values travel one rank behind them, and one more step returns them. Zigzag (`layout.py`):
 every rank has one chunk from either end. Sources: arXiv 2310.01889 (ring), 2205.14135 (flash attention, section 3.1).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import MeshAxis
-from hf_dist.parallel.sequence.forward import Rule, SequenceMask
+from hf_dist.parallel.sequence.forward import SequenceMask
 from hf_dist.parallel.sequence.kernels import kernel_for
-
-Pair = str | torch.Tensor
-""" "none", "all" or "causal", or a boolean (B, 1, q, k): which keys of a chunk a chunk of queries attends to."""
-Plan = tuple[tuple[tuple[Pair, ...], ...], ...]
-"""[rank that has the keys][my chunk][their chunk]."""
+from hf_dist.parallel.sequence.ring_plan import Kind, Plan, Tile, plan_of, smaller
 
 
 def ring_attention(
@@ -29,43 +26,9 @@ def ring_attention(
     """(B, H, s, D) queries, (B, H', s, D) keys and values of my positions -> (B, H, s, D). Collective over the ring."""
     forward = mask.forward
     axis = forward.axes.outer
-    plan = mask.kept("ring", lambda: _plan(mask, query.shape[0], query.device))
+    plan = cast(Plan, mask.kept("ring", lambda: plan_of(mask, query.shape[0])))
     result: torch.Tensor = _Ring.apply(axis, query, key, value, plan, scale)
     return result
-
-
-def _plan(mask: SequenceMask, rows: int, device: torch.device) -> Plan:
-    layout, length = mask.forward.axes.layout, mask.forward.length
-    if mask.is_causal:  # no rule to evaluate
-        mine = layout.chunks_of(mask.forward.axes.outer.rank)
-        return tuple(
-            tuple(tuple(_causal_pair(q, k) for k in layout.chunks_of(rank)) for q in mine)
-            for rank in range(layout.outer)
-        )
-    chunks = torch.arange(length, device=device).chunk(2 * layout.outer)
-    mine = layout.chunks_of(mask.forward.axes.outer.rank)
-    return tuple(
-        tuple(tuple(_pair(mask.rule, chunks[q], chunks[k], rows) for k in layout.chunks_of(rank)) for q in mine)
-        for rank in range(layout.outer)
-    )
-
-
-def _causal_pair(query: int, key: int) -> Pair:
-    return "causal" if query == key else "all" if key < query else "none"
-
-
-def _pair(rule: Rule, query: torch.Tensor, key: torch.Tensor, rows: int) -> Pair:
-    batch = torch.arange(rows, device=query.device)[:, None, None, None]
-    head = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=query.device)
-    seen = rule(batch, head, query[None, None, :, None], key[None, None, None, :])
-    seen = seen.expand(rows, 1, len(query), len(key))
-    if not bool(seen.any()):
-        return "none"
-    if bool(seen.all()):
-        return "all"
-    if len(query) == len(key) and bool((seen == torch.ones_like(seen[0, 0]).tril()).all()):
-        return "causal"
-    return seen
 
 
 class _Ring(torch.autograd.Function):
@@ -83,12 +46,8 @@ class _Ring(torch.autograd.Function):
         shape = (*query.shape[:-1], value.shape[-1])
         out = query.new_zeros(shape, dtype=_wide(query.dtype))
         total = out.new_full(shape[:-1], -torch.inf)  # log of the sum of exponentials so far
-        half = query.shape[2] // 2
-        for rank, (keys, values) in _rounds(axis, key, value):
-            for i, j, what in _pairs(plan[rank]):
-                q, k = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
-                new, new_total = _attend(query[:, :, q], keys[:, :, k], values[:, :, k], what, scale)
-                out[:, :, q], total[:, :, q] = _merged(out[:, :, q], total[:, :, q], new, new_total)
+        for rank, there in _rounds(axis, key, value):
+            _add(plan[rank], query, there, (out, total), scale)
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, total)
         return result
@@ -97,25 +56,39 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         axis: MeshAxis = ctx.axis
         query, key, value, out, total = ctx.saved_tensors
-        half, wide, grad = query.shape[2] // 2, _wide(query.dtype), grad.contiguous()
+        wide, grad = _wide(query.dtype), grad.contiguous()
         d_query = torch.zeros_like(query, dtype=wide)
         travelling = torch.zeros(key.numel() + value.numel(), dtype=wide, device=key.device)
-        for rank, (keys, values) in _rounds(axis, key, value):
-            d_key, d_value = _split(travelling, key, value)
-            for i, j, what in _pairs(ctx.plan[rank]):
-                q, k = slice(i * half, (i + 1) * half), slice(j * half, (j + 1) * half)
-                found = (grad[:, :, q], query[:, :, q], keys[:, :, k], values[:, :, k], out[:, :, q], total[:, :, q])
-                for target, part in zip(
-                    (d_query[:, :, q], d_key[:, :, k], d_value[:, :, k]),
-                    _attend_backward(*found, what, ctx.scale),
-                    strict=True,
-                ):
-                    target.add_(part)
+        for rank, there in _rounds(axis, key, value):
+            gradients = (d_query, *_split(travelling, key, value))
+            _add_gradients(ctx.plan[rank], (grad, query, out, total), there, gradients, ctx.scale)
             moved = torch.empty_like(travelling)
             collectives.shift(axis, travelling, moved).wait()  # the last shift returns them
             travelling = moved
         d_key, d_value = _split(travelling, key, value)
         return None, d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def _add(tiles: Iterable[Tile], query: torch.Tensor, there: Tensors, sums: Tensors, scale: float) -> None:
+    """Attend to the keys and values of one rank. `sums`: output and log of the sum of exponentials, so far."""
+    out, total = sums
+    for tile in _parts(tiles, query, *there):
+        q, k = (tile.rows, slice(None), tile.query), (tile.rows, slice(None), tile.key)
+        found = _attend(query[q], there[0][k], there[1][k], tile.kind, scale)
+        out[q], total[q] = _merged(out[q], total[q], *found)
+
+
+def _add_gradients(tiles: Iterable[Tile], mine: Tensors, there: Tensors, gradients: Tensors, scale: float) -> None:
+    """`mine`: gradient of the output, queries, final output and log of the sum; `gradients`: of queries, keys and values."""
+    grad, query, out, total = mine
+    for tile in _parts(tiles, query, *there):
+        q, k = (tile.rows, slice(None), tile.query), (tile.rows, slice(None), tile.key)
+        found = _attend_backward(grad[q], query[q], there[0][k], there[1][k], out[q], total[q], tile.kind, scale)
+        for target, at, part in zip(gradients, (q, k, k), found, strict=True):
+            target[at].add_(part)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -141,11 +114,13 @@ def _rounds(axis: MeshAxis, key: torch.Tensor, value: torch.Tensor) -> Any:
         both = coming
 
 
-def _pairs(plan: tuple[tuple[Pair, ...], ...]) -> Any:
-    for i, row in enumerate(plan):
-        for j, what in enumerate(row):
-            if not (isinstance(what, str) and what == "none"):
-                yield i, j, what
+def _parts(tiles: Iterable[Tile], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Tile]:
+    """What is computed at a time: everything in tiles if there is no kernel for these tensors."""
+    if kernel_for(query, key, value) is not None:
+        yield from tiles
+        return
+    for tile in tiles:
+        yield from smaller(tile) if isinstance(tile.kind, str) else (tile,)
 
 
 def _merged(
@@ -169,7 +144,7 @@ def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Pair, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, what: Kind, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (B, H, q, D) and log of the sum of exponentials (B, H, q), in fp32 or wider."""
     groups = _groups(query, key)
@@ -181,18 +156,23 @@ def _attend(
         return out.to(total.dtype), total
     scores = _scores(query, key, what, scale)
     total = scores.logsumexp(-1)
-    shares = torch.exp(scores - total.masked_fill(total.isinf(), 0.0)[..., None])
+    shares = _shares(scores, total)
     return shares @ value.to(shares.dtype), total
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, what: Pair, scale: float) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, what: Kind, scale: float) -> torch.Tensor:
     wide = _wide(query.dtype)
-    scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)) * scale
+    scores = (query.to(wide) @ key.to(wide).transpose(-1, -2)).mul_(scale)
     if isinstance(what, str):
         if what == "all":
             return scores
         what = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    return scores.masked_fill(~what, -torch.inf)
+    return scores.masked_fill_(~what, -torch.inf)
+
+
+def _shares(scores: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """In the place of `scores`."""
+    return scores.sub_(total.masked_fill(total.isinf(), 0.0)[..., None]).exp_()
 
 
 def _attend_backward(
@@ -202,7 +182,7 @@ def _attend_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     total: torch.Tensor,
-    what: Pair,
+    what: Kind,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     groups = _groups(query, key)
@@ -214,10 +194,9 @@ def _attend_backward(
     else:
         wide = _wide(query.dtype)
         grad, query, key, value, out = (x.to(wide) for x in (grad, query, key, value, out))
-        scores = _scores(query, key, what, scale)
-        shares = torch.exp(scores - total.masked_fill(total.isinf(), 0.0)[..., None])
+        shares = _shares(_scores(query, key, what, scale), total)
         d_value = shares.transpose(-1, -2) @ grad
-        d_scores = shares * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+        d_scores = (grad @ value.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
         d_query, d_key = d_scores @ key, d_scores.transpose(-1, -2) @ query
     if groups > 1:
         d_key = d_key.unflatten(1, (-1, groups)).sum(2, dtype=_wide(d_key.dtype))

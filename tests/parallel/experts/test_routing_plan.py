@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.parallel.experts.exchange import ExpertExchange
 from hf_dist.parallel.experts.routing_plan import packed_counts, pairs_of, rows_to_send, unpacked
+from hf_dist.tensors import host_read
+from tests.host_reads import Waits
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,29 +53,11 @@ def test_every_choice_is_a_pair_on_exactly_one_rank(ranks: int, num_local: int, 
     assert waits.seen == []
 
 
-class Waits(TorchDispatchMode):
-    """Operations whose result's size or value the host must know, for which it waits on a GPU."""
-
-    NAMES = ("nonzero", "bincount", "_local_scalar_dense", "masked_select", "unique", "repeat_interleave.Tensor")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removeprefix("aten.")
-        masks = func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if masks or any(name == each or name.startswith(f"{each}.") for each in self.NAMES):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("tokens", [0, 7])
 def test_a_layer_waits_once_in_forward_and_never_in_backward(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the numbers of rows and pairs of all ranks at once; the model's own experts (here: linear in one weight) aside."""
-    lists: list[torch.Tensor] = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(self) or tolist(self))
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(host_read, "on_host", lambda tensor: read.append(tensor) or tensor.numpy())
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -90,6 +73,6 @@ def test_a_layer_waits_once_in_forward_and_never_in_backward(tokens: int, monkey
     with Waits() as waits:
         for _ in range(2):
             exchange(hidden, chosen, torch.ones(tokens, 2)).sum().backward()
-    assert waits.seen == [] and len(lists) == 2
+    assert waits.seen == [] and len(read) == 2
     load = exchange.take_load()
     assert load is not None and load.tolist() == (2 * torch.bincount(chosen.flatten(), minlength=4)).tolist()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from hf_dist.parallel.sequence import ring_plan
 from hf_dist.tools.check.limits import Limits, limits
 from hf_dist.tools.check.limits import relative as relative_numbers
 from hf_dist.tools.check.runs import routed_parameters
@@ -161,6 +162,7 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.offload_param:
         zero["offload_param"] = {"device": "cpu"}
     exchange = list(case.exchange) if isinstance(case.exchange, tuple) else case.exchange
+    ring_plan.TILE = 4  # rows are short here, and long ones are many tiles
     ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
     if case.tp > 1:
         ours["sequence_regions"] = "auto"
