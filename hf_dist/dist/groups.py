@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -31,6 +31,9 @@ __all__ = ["FAKE", "GroupLease", "GroupMaker", "Kind", "MeshAxis", "leave_in_ord
 
 _BLOCKING = ("dp", "world", "pp", "model", "data", "batch")
 """Views with blocking collectives at the same place of every rank's program. Views with the same lines share a group."""
+_IN_LAYERS = ("tp", "cp", "ep")
+"""Axes along which every rank of a line runs the same layers in the same order. They share the group of a view of `_BLOCKING` that
+has the same lines: between two of its collectives lie whole passes."""
 _TWO_GROUPS = ("shard", "edp")
 """Views with a second group for gradients. Views with the same lines share both groups."""
 FAKE = "fake"
@@ -136,18 +139,17 @@ class PlannedGroups:
 
 def plan_groups(axes: Axes) -> Iterator[PlannedGroups]:
     """The groups of all axes and views, in the order in which every rank makes them. Pure arithmetic."""
-    seen = set()
-    for names, two in ((_BLOCKING, False), (_TWO_GROUPS, True)):
+    in_layers = tuple(name for name in _IN_LAYERS if axes.size(name) > 1)
+    for names, two in ((_BLOCKING + in_layers, False), (_TWO_GROUPS, True)):
         made: list[tuple[list[list[int]], str]] = []
         for name in names:
             lines = axes.lines(name)
             like = next((first for others, first in made if others == lines), None)
             yield PlannedGroups(name, lines, like, two)
-            seen.add(name)
             if like is None:
                 made.append((lines, name))
     for name in _others():
-        if name not in seen and axes.size(name) > 1:
+        if name not in (*_BLOCKING, *_TWO_GROUPS, *_IN_LAYERS) and axes.size(name) > 1:
             yield PlannedGroups(name, axes.lines(name), None, False)
 
 
@@ -179,7 +181,7 @@ class GroupMaker:
             shared = found[planned.like] if planned.like is not None else None
             if shared is None or shared.group is None:
                 shared = self.axis(planned.name, planned.lines, two=planned.two)
-            found[planned.name] = shared
+            found[planned.name] = replace(shared, name=planned.name) if planned.name in _IN_LAYERS else shared
         return found
 
     def axis(self, name: str, rows: list[list[int]], two: bool = False) -> MeshAxis:

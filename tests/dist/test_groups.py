@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
+import hf_dist
 from hf_dist.dist import collectives, groups
 from hf_dist.dist.axes import Axes
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
@@ -176,6 +178,25 @@ def communicators(rank: int, world: int) -> dict[str, tuple[int, int]]:
 @functools.cache
 def made() -> list[dict[str, tuple[int, int]]]:
     return run_ranks(communicators, 4, timeout=120)
+
+
+TABLE = (
+    ("dp 8", 8, {}, 4),
+    ("HSDP 2 x 4", 8, {"shard": 4}, 5),
+    ("ep 8", 8, {"ep": 8}, 4),
+    ("ep 4 of 8", 8, {"ep": 4}, 7),
+    ("tp 2, dp 4", 8, {"tp": 2}, 6),
+    ("cp 2, dp 4", 8, {"cp": 2}, 6),
+    ("pp 2, tp 2, dp 2", 8, {"pp": 2, "tp": 2}, 8),
+    ("pp 2, cp 2, tp 2, dp 2", 16, {"pp": 2, "cp": 2, "tp": 2}, 11),
+)
+
+
+def test_the_readme_says_how_many_communicators_a_layout_has() -> None:
+    text = (Path(hf_dist.__file__).parent / "dist" / "README.md").read_text(encoding="utf-8")
+    for name, world, sizes, count in TABLE:
+        assert num_groups(Axes.of(world, **sizes)) == count, name
+        assert f"| {name} | {count} |" in text
 
 
 @pytest.mark.parametrize("case", COMMUNICATORS)
