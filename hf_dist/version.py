@@ -1,3 +1,27 @@
-"""The version of the package, for whoever may not import it from above."""
+"""The version of the package, for whoever may not import it from above, and those of the libraries that it works with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+__all__ = ["FLOORS", "__version__", "check_versions"]
 
 __version__ = "0.1.0"
+FLOORS = {"torch": "2.11", "transformers": "5.6", "accelerate": "1.3"}
+"""Library -> oldest version, that of pyproject.toml (`tests/VERSIONS.md`). Before 5.6 transformers divides losses by other
+counts; before 1.3 accelerate lacks an argument that transformers gives it."""
+
+
+def check_versions() -> None:
+    """Raise `ImportError` if an installed library is older than `FLOORS`: pip sees to it, a path that is only set does not."""
+    from packaging.version import Version
+
+    for library, floor in FLOORS.items():
+        try:
+            found = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:  # only on the path
+            continue
+        if Version(found) < Version(floor):
+            raise ImportError(
+                f"hf_dist needs {library} {floor} or newer, found {found}: pip install '{library}>={floor}'"
+            )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_dist import log
-from tests import garbage, references, second_try
+from tests import garbage, older_versions, references, second_try
 from tests.durations import Durations
 
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -23,6 +23,16 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin(ours)
     if second_try.VARIABLE in os.environ:
         config.pluginmanager.register(second_try.FailedCases(os.environ[second_try.VARIABLE]), "failed_cases")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What an older library does not have, or is refused with, is not asked of it."""
+    for item in items:
+        difference = older_versions.difference_of(item.nodeid.removeprefix("tests/"))
+        if difference is not None:
+            item.add_marker(
+                pytest.mark.skip(reason=f"{difference.library} before {difference.before}: {difference.why}")
+            )
 
 
 def pytest_collection_finish() -> None:

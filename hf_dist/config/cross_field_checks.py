@@ -60,6 +60,11 @@ _NEEDS = (
     Needs(("local_sgd.nesterov",), lambda config: config.local_sgd.outer_momentum > 0, "outer_momentum is 0"),
     Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
     Needs(
+        ("hf_dist.profile.ranks", "hf_dist.profile.output_path"),
+        lambda config: config.hf_dist.profile.steps is not None,
+        "hf_dist.profile.steps says which steps, e.g. [10, 12]",
+    ),
+    Needs(
         ("hf_dist.reduce_once_per_window",),
         lambda config: config.zero_optimization.stage >= 2,
         "stages 0 and 1 do so anyway",

@@ -38,6 +38,8 @@ Schedule = Annotated[
     Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
     PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
 ]
+Steps = Annotated[tuple[int, int], PlainValidator(values.steps)]
+Wholes = Annotated[tuple[int, ...], PlainValidator(lambda value: tuple(values.wholes(value)))]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
@@ -315,6 +317,17 @@ class CheckpointConfig(Frozen):
     """`checkpoint.verify`: whether all bytes of a checkpoint are compared with their digests before it is loaded."""
 
 
+class ProfileConfig(Frozen):
+    """The `hf_dist.profile` section: a torch profile of some optimizer steps, with the engine's phases as ranges in it."""
+
+    steps: Steps | None = None
+    """`hf_dist.profile.steps`: [first, last] optimizer step, counted from 1; None for no profile."""
+    ranks: Wholes = (0,)
+    """`hf_dist.profile.ranks`: ranks that write one."""
+    output_path: Text = "profile"
+    """`hf_dist.profile.output_path`: folder of the files, from the working directory."""
+
+
 class HfDistSection(Frozen):
     """The `hf_dist` section: keys of hf_dist itself, ignored by other readers of the file."""
 
@@ -346,5 +359,7 @@ class HfDistSection(Frozen):
     """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
     stop_if_not_finite: Flag = False
     """`hf_dist.stop_if_not_finite`: whether the Trainer ends, instead of a line in the log, once weights are inf or nan."""
+    profile: ProfileConfig = ProfileConfig()
+    """`hf_dist.profile`: steps and ranks of which a torch profile is written."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank waits for the others before a report on all ranks; 0 for never."""

@@ -219,6 +219,14 @@ def sequence_exchange(value: object) -> str | tuple[int, int]:
     return str(choice("auto", "ulysses", "gather", "ring")(value))
 
 
+def steps(value: object) -> tuple[int, int]:
+    """First and last step."""
+    first, last = pair(whole(1))(value)
+    if last < first:
+        raise BadValue("ends before it begins", "Write [10, 12] for the steps 10, 11 and 12.")
+    return first, last
+
+
 def file_size(value: object) -> str | int:
     """A size in bytes from 5000000 or "5GB" (decimal units, as huggingface_hub reads them), in its usual spelling."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().upper())):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hf_dist.dist.comm_counter import count, count_start
 from hf_dist.dist.mesh import GroupLease, MeshAxis
+from hf_dist.dist.ranges import in_range, named
 from hf_dist.tensors.hugepages import in_huge_pages
 
 # Names since torch 2.13; the old ones warn.
@@ -81,7 +82,8 @@ def wait_seconds() -> float:
 def _block_on(work: Any) -> None:
     global _wait_seconds
     start = time.perf_counter()
-    work.wait()
+    with named("wait for a collective"):
+        work.wait()
     _wait_seconds += time.perf_counter() - start
 
 
@@ -89,6 +91,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
+@in_range
 def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     """Fill `full` (1-D, `axis.size` equal parts) in place; each rank's own part must already be in its position.
 
@@ -119,6 +122,7 @@ def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
     return Handle(works, lease=axis.lease)
 
 
+@in_range
 def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str = "mean") -> Handle:
     """Average (or sum, by `op`) every rank's `full` over `axis`; each rank gets its own part in `out`, valid after `wait()`.
 
@@ -200,6 +204,7 @@ def _exchange_sum(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, op: str
     return Handle(works, finish, axis.lease)
 
 
+@in_range
 def all_reduce(axis: MeshAxis, tensor: torch.Tensor, op: str = "mean") -> Handle:
     """Combine `tensor` in place over `axis` (`op`: mean, sum or max), valid after `wait()`.
 
@@ -245,6 +250,7 @@ def _exchange_whole(axis: MeshAxis, tensor: torch.Tensor, op: str) -> Handle:
     return Handle(works, finish, axis.lease)
 
 
+@in_range
 def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]) -> Handle:
     """Exchange rows (first dimension): `sent[r]` rows of `rows` go to rank r, `received[r]` rows from it arrive in `out`.
 
@@ -265,6 +271,7 @@ def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list
     return Handle([work], lease=axis.lease)
 
 
+@in_range
 def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
     """Send `sent` to the next coordinate of `axis`, in a ring; `received`, from the previous one, is valid after `wait()`.
 
@@ -295,6 +302,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
     return Handle(dist.batch_isend_irecv(both), lease=axis.lease)
 
 
+@in_range
 def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
     """Copy the `tensor` of coordinate `source` to every rank of `axis`, in place. Collective, blocking. The source sends it."""
     group = axis.group
@@ -307,6 +315,7 @@ def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
         dist.broadcast(tensor, group=group, group_src=source)
 
 
+@in_range
 def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> None:
     """Send `tensor` (1-D, on the CPU) from coordinate `source` to `target`, which fills its own in place. Blocking.
 
@@ -325,6 +334,7 @@ def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> 
         tensor.copy_(wire)
 
 
+@in_range
 def all_gather_object(axis: MeshAxis, item: object) -> list[Any]:
     """Every rank's small picklable `item`, by coordinate. Collective, blocking; for set-up and checks, not for steps."""
     if axis.group is None:
@@ -348,6 +358,7 @@ def begin_gather(axis: MeshAxis, row: bytes) -> tuple[list[torch.Tensor], Any]:
     return rows, dist.all_gather(rows, own, group=axis.group, async_op=True)
 
 
+@in_range
 def gather_rows(axis: MeshAxis, row: bytes) -> list[bytes]:
     """Every rank's `row` (equal lengths), by coordinate. Collective, blocking; cheap enough for checks in steps on CPUs."""
     if axis.group is None:
@@ -359,6 +370,7 @@ def gather_rows(axis: MeshAxis, row: bytes) -> list[bytes]:
     return [bytes(found.tolist()) for found in rows]
 
 
+@in_range
 def broadcast_object(axis: MeshAxis, item: object, source: int = 0) -> Any:
     """The small picklable `item` of coordinate `source`. Collective, blocking."""
     if axis.group is None:
@@ -369,6 +381,7 @@ def broadcast_object(axis: MeshAxis, item: object, source: int = 0) -> Any:
     return items[0]
 
 
+@in_range
 def barrier(axis: MeshAxis) -> None:
     """Wait until every rank of `axis` has called it. Collective, blocking."""
     if axis.group is not None:

@@ -14,9 +14,11 @@ from torch import nn
 from hf_dist.config import BatchSizes, DistConfig, settled
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.dist.ranges import named
 from hf_dist.engine.checkpoints import EngineCheckpoints
 from hf_dist.engine.optimizer_step import OptimizerStep
 from hf_dist.engine.pipeline_runner import Pipeline
+from hf_dist.engine.profile import StepProfile
 from hf_dist.engine.runner import Runner, Step
 from hf_dist.engine.window import Window
 from hf_dist.memory.loss import TiledLoss
@@ -93,6 +95,8 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         """Moved by `step()`; the user's, or that of the config."""
         self.number = next(_NUMBERS)
         """Index among the engines of this process; equal on all ranks, which make engines in the same order."""
+        self.profile = StepProfile.of(config.hf_dist.profile, sharded.mesh)
+        """Writes a profile of some steps; None if this rank writes none."""
         sharded.listener.connect(self)
 
     # ------------------------------------------------------------------ the parts
@@ -323,7 +327,8 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
 
     def evaluate(self, batch: object, function: Callable[[nn.Module, object], object]) -> Any:
         """The result of `function(model, batch)`, which runs the model once, without gradient. Every rank calls it."""
-        return self.runner.evaluate(batch, function)
+        with named("evaluation"):
+            return self.runner.evaluate(batch, function)
 
     def _mean(self, total: torch.Tensor, count: int) -> torch.Tensor:
         mean = total.float() / count
@@ -387,7 +392,10 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         """
         if self.fragments is not None:
             self.writer.raise_failure()
-        self.stepping.apply(by_hand)
+        with named("optimizer step"):
+            self.stepping.apply(by_hand)
+        if self.profile is not None:
+            self.profile.after_step(self.global_steps)
 
     def synchronize_replicas(self) -> None:
         """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""

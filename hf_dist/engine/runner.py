@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hf_dist.dist.ranges import named
 from hf_dist.engine.window import Window, backward_of
 
 __all__ = ["Runner", "Step", "Whole"]
@@ -47,7 +48,7 @@ class Whole:
 
     def backward(self, loss: torch.Tensor, loss_scale: float, *, retain_graph: bool) -> None:
         """Run the backward at once."""
-        with backward_of(loss_scale):
+        with named("backward"), backward_of(loss_scale):
             loss.backward(retain_graph=retain_graph)
 
     def run_window(self, microbatches: Sequence[object], step: Step, *, loss_scale: float, number: int) -> torch.Tensor:

@@ -11,5 +11,7 @@ from hf_dist.hf.generation import let_generate
 from hf_dist.hf.peft import let_adapters_work
 from hf_dist.hf.saving import let_save_pretrained
 from hf_dist.hf.state_dict import let_load_state_dict
+from hf_dist.version import check_versions
 
+check_versions()
 after_build(let_adafactor_show_rates, let_adapters_work, let_generate, let_load_state_dict, let_save_pretrained)

@@ -50,6 +50,7 @@ from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_keyword
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
+from hf_dist.hf.stateful_loaders import refuse_wrong_positions
 from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
 from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
@@ -313,6 +314,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
 
         With `use_stateful_dataloader`, `save_state` keeps its position.
         """
+        refuse_wrong_positions(self)
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
         if self._shares_rows or self.dist_config.local_sgd.enabled:
             read_everywhere(self, given)

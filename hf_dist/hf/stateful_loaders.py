@@ -9,15 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+from accelerate.data_loader import DataLoaderShard
 
 from hf_dist.dist import collectives
-from hf_dist.errors import CheckpointError, ConfigError
+from hf_dist.errors import CheckpointError, ConfigError, Problem
 from hf_dist.hf.data import SeekableShard
 from hf_dist.hf.plain_files import plain_file
 from hf_dist.log import warn_once
 
-__all__ = ["load_states_of_loaders", "states_of_loaders", "write_states_of_loaders"]
+__all__ = ["load_states_of_loaders", "refuse_wrong_positions", "states_of_loaders", "write_states_of_loaders"]
 
 _EPOCH = "_hf_dist_epoch"
 _States = list[dict[int, dict[str, object]]]
@@ -25,6 +27,20 @@ _States = list[dict[int, dict[str, object]]]
 
 def _stateful(accelerator: Any) -> list[Any]:
     return [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
+
+
+def refuse_wrong_positions(accelerator: Any) -> None:
+    """Raise `ConfigError` where accelerate moves the state of a rank's own loader as if one rank read for all (before 1.13)."""
+    asks = getattr(accelerator.dataloader_config, "use_stateful_dataloader", False)
+    if asks and accelerator.num_processes > 1 and "adjust_state_dict_for_prefetch" not in vars(DataLoaderShard):
+        raise ConfigError(
+            Problem(
+                "dataloader_config.use_stateful_dataloader",
+                "True",
+                f"resumes at other rows on several ranks in accelerate {accelerate.__version__}",
+                "pip install 'accelerate>=1.13', or set it to False.",
+            )
+        )
 
 
 def states_of_loaders(accelerator: Any) -> _States:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer, trainer_pt_utils
 
@@ -17,7 +18,7 @@ from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
 from hf_dist.dist.collective_guard import every_rank
 from hf_dist.engine.unprepare import unprepare
-from hf_dist.errors import ModelError
+from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.args import DistArgsMixin
@@ -124,6 +125,7 @@ class DistTrainerMixin(
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if self.dist is not None:
+            _refuse_smoothing_by_ranks(self)
             for callback in default_callbacks(self):
                 self.add_callback(callback)
 
@@ -319,6 +321,22 @@ def _refuse_frozen(modules: list[nn.Module]) -> None:
         raise ModelError(
             f"no parameter of {type(modules[0]).__name__} requires grad: nothing would be trained. Unfreeze some "
             "(requires_grad_(True)), add an adapter, or call trainer.evaluate() instead."
+        )
+
+
+def _refuse_smoothing_by_ranks(trainer: Any) -> None:
+    """Raise `ConfigError` where HF's label smoother takes a microbatch's mean for that of the batch: before transformers 5.15
+    it was not told the number of items, and the Trainer multiplied the mean by the ranks."""
+    smoother, args = trainer.label_smoother, trainer.args
+    several = trainer.accelerator.num_processes > 1 or args.gradient_accumulation_steps > 1
+    if smoother is not None and several and "num_items_in_batch" not in inspect.signature(smoother.__call__).parameters:
+        raise ConfigError(
+            Problem(
+                "label_smoothing_factor",
+                str(args.label_smoothing_factor),
+                f"gives wrong losses with several ranks or microbatches in transformers {transformers.__version__}",
+                "pip install 'transformers>=5.15', or set it to 0.",
+            )
         )
 
 

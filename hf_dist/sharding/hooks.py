@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from hf_dist.dist import collectives
+from hf_dist.dist.ranges import named
 from hf_dist.sharding.buffers import ChangingBuffers
 from hf_dist.sharding.leaves import differentiable, differentiable_leaves, in_fp32, inside_object, map_plain
 from hf_dist.sharding.model_ref import Remains
@@ -64,7 +65,8 @@ class Passes:
         self.paused = False
         """True while the modules hold whole weights from elsewhere; a forward then needs no other rank."""
         self._forward = OuterForward()
-        self._mixed: AbstractContextManager[object] | None = None  # open during a forward: autocast, or `MixedDtypes`
+        self._during_forward = ExitStack()
+        """A range of a profile; autocast, or `MixedDtypes`."""
         # Running forwards of each unit.
         self._calls: dict[int, list[Call]] = {u.index: [] for u in self.units}
         self._in_backward = False
@@ -138,13 +140,14 @@ class Passes:
             # Statistics of BatchNorm and the like: only a training forward changes them on purpose.
             self.buffers.watch()
             self.begin_training(args, kwargs)
+        self._during_forward.enter_context(named("forward"))
         self.orders.forward.restart()
         self.prefetch.ahead(self.orders.forward, None)
         # Autocast caches its casts of weights. Where a unit frees its weights, a cache would keep them all (precision.py).
         keeps = self.params_rest is not Placement.SHARD
-        inputs, self._mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
-        if self._mixed is not None:
-            self._mixed.__enter__()
+        inputs, mixed = self.precision.cast_inputs(module, args, kwargs, keeps_casts=keeps)
+        if mixed is not None:
+            self._during_forward.enter_context(mixed)
         return inputs
 
     def begin_training(self, args: object, kwargs: object) -> None:
@@ -155,7 +158,7 @@ class Passes:
         """Runs after that forward. The root stays gathered for backward; in evaluation, all units are resharded."""
         if not self._forward.leave() or recomputing():
             return None
-        self._close_mixed()
+        self._during_forward.close()
         if self.precision.autocast is not None:
             output = in_fp32(output)
         self.reducer.drain_reductions()  # frees the previous microbatch's reduction buffers before the loss needs memory
@@ -177,11 +180,6 @@ class Passes:
             self.root.wait_unshard()  # a loss outside of the model may read it
             self._watch_outputs(self.root, tensors, Call(has_inputs=False))
         return None if self.precision.autocast is None else output
-
-    def _close_mixed(self) -> None:
-        if self._mixed is not None:
-            self._mixed.__exit__(None, None, None)
-            self._mixed = None
 
     def _touch_root(self, module: nn.Module, args: object) -> None:
         """Gather the root for a module that has its parameters: at its turn in a forward, or at once outside of one."""
@@ -391,7 +389,7 @@ class Passes:
 
     def _end_forward(self) -> None:
         self._forward.end()
-        self._close_mixed()
+        self._during_forward.close()
         for unit in self.units:
             self._calls[unit.index].clear()
             unit.reshard()

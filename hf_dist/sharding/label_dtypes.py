@@ -41,7 +41,10 @@ _TO_HALF = frozenset(
         *(torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm, F.scaled_dot_product_attention),
     }
 )
-_TO_FLOAT = frozenset({F.huber_loss, F.binary_cross_entropy, F.grid_sample, F.layer_norm, F.group_norm, torch.cdist})
+_TO_FLOAT = frozenset(
+    {F.huber_loss, F.mse_loss, F.binary_cross_entropy, F.grid_sample, F.layer_norm, F.group_norm, torch.cdist}
+)
+"""`mse_loss` takes both from torch 2.13 on; before, its backward rejects them."""
 
 
 def is_target(name: str) -> bool:

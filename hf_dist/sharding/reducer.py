@@ -8,6 +8,7 @@ from collections.abc import Container
 
 from hf_dist.dist.collectives import Handle
 from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.dist.ranges import named
 from hf_dist.memory.offload.host import HostLink
 from hf_dist.sharding.combining import combine, combine_together
 from hf_dist.sharding.group import FlatGroup
@@ -109,12 +110,13 @@ class Reducer:
             self._in_flight.popleft()[-1].wait()
         if any(id(group) in self._followed for group in unit.trainable):
             self.drain()  # one more backward than announced adds to a gradient that a collective is combining
-        for group in unit.trainable:
-            handle = group.reduce()
-            # Only the last reduction of a window has all of the gradient, so only that one is combined over further axes.
-            if unit.index in self.finishing:
-                handle = self._finished(group, handle)
-            self._in_flight.append((group, group.layout.numel, handle))
+        with named(f"reduce the gradients of {unit.words}"):
+            for group in unit.trainable:
+                handle = group.reduce()
+                # Only the last reduction of a window has all of the gradient, so only that one is combined over further axes.
+                if unit.index in self.finishing:
+                    handle = self._finished(group, handle)
+                self._in_flight.append((group, group.layout.numel, handle))
         # DeepSpeed's `overlap_comm: false`: nothing computes while gradients travel.
         if not self.max_numel:
             self.drain_reductions()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.dist.ranges import named
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.placement import Stay
 
@@ -78,15 +79,22 @@ class ShardUnit:
         for group in self.groups:
             group.fetch()
 
+    @property
+    def words(self) -> str:
+        """Its name in a profile."""
+        return self.name or "the rest of the model"
+
     def unshard(self) -> None:
         """Start to all-gather the weights; idempotent. Collective over the shard axes."""
-        for group in self.groups:
-            group.unshard()
+        with named(f"unshard {self.words}"):
+            for group in self.groups:
+                group.unshard()
 
     def wait_unshard(self) -> None:
         """Wait for the gather. Afterwards the parameters can be read. Local."""
-        for group in self.groups:
-            group.wait_unshard()
+        with named(f"wait for the weights of {self.words}"):
+            for group in self.groups:
+                group.wait_unshard()
 
     def reshard(self) -> None:
         """Free full weights that rest sharded. Local."""

@@ -67,6 +67,7 @@ OURS = {
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
             "stop_if_not_finite",
             *("stochastic_rounding", "log_measurements"),
+            *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),

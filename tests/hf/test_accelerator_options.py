@@ -27,7 +27,7 @@ from tests.window.nets import Blocks, batch, config, loss_of, sgd
 
 
 def test_the_table_has_every_option_of_accelerate() -> None:
-    assert set(inspect.signature(Accelerator.__init__).parameters) - {"self"} == set(OPTIONS)
+    assert set(inspect.signature(Accelerator.__init__).parameters) - {"self"} <= set(OPTIONS)  # older ones have fewer
     assert {kind.__name__ for kind in KwargsHandler.__subclasses__()} <= set(HANDLERS)
 
 

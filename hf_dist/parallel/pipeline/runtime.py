@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_dist.dist.excepthook import lost_peer
+from hf_dist.dist.ranges import named
 from hf_dist.log import logger
 from hf_dist.parallel.pipeline.actions import Action, Kind, Schedule
 from hf_dist.parallel.pipeline.backward import StageGraph
@@ -149,7 +150,8 @@ class ScheduleRun:
         self._post_ahead()
         self.hooks.action(action)
         try:
-            _PERFORM[action.kind](self, action)
+            with named(action.words):
+                _PERFORM[action.kind](self, action)
         except Exception as error:
             if not lost_peer(error):  # the rank that failed first logs its position
                 logger.error(self._where(action))

@@ -21,6 +21,7 @@ from hf_dist.tools.cli import (
     launch,
     mesh,
     plan,
+    profile,
     schedule,
     tune,
     watch,
@@ -45,6 +46,7 @@ app.command()(checkpoint.inspect)
 app.command()(schedule.schedule)
 app.command()(mesh.mesh)
 app.command()(plan.plan)
+app.command()(profile.profile)
 app.command()(balance.balance)
 app.command()(tune.tune)
 app.command()(watch.watch)
