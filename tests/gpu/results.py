@@ -1,26 +1,23 @@
-"""Figures of a run on GPUs, collected and written down: date, command, versions, machine, what passed, what could not run.
-
-python -m tests.gpu.results FOLDER        after the tests, with HF_DIST_GPU_RESULTS=FOLDER while they ran
-"""
+"""Figures of a run on GPUs, collected and written down: date, command, versions, machine, what passed, what could not run."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from hf_dist.version import __version__
 from tests import processes
 
 VARIABLE = "HF_DIST_GPU_RESULTS"
 RESULTS = Path(__file__).with_name("RESULTS.md")
-PACKAGES = ("torch", "transformers", "accelerate", "hf-dist")
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
 
 
 def record(kind: str, row: dict[str, Any]) -> None:
@@ -59,7 +56,7 @@ def machine() -> list[str]:
     """Versions, GPUs, driver, commit."""
     import torch
 
-    found = [", ".join(f"{package} {version(package)}" for package in PACKAGES)]
+    found = [", ".join([*map(_version, PACKAGES), f"hf_dist {__version__}"])]
     if torch.cuda.is_available():
         names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         gpus = ", ".join(f"{count} x {name}" for name, count in names.items())
@@ -70,6 +67,13 @@ def machine() -> list[str]:
         found.append("no GPU: a rehearsal")
     commit = _said("git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD")
     return [*found, f"commit {commit}"] if commit else found
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
 
 
 def _said(*command: str) -> str:
@@ -85,7 +89,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     return lines + [f"| {' | '.join(map(str, row))} |" for row in rows]
 
 
-def section(folder: Path, command: str) -> str:
+def section(folder: Path, command: str, late: Sequence[str] = ()) -> str:
     """The run in `folder`."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     counts, reasons, failed = outcomes(folder)
@@ -93,7 +97,7 @@ def section(folder: Path, command: str) -> str:
     lines.append("* tests: " + (", ".join(f"{n} {what}" for what, n in sorted(counts.items())) or "none"))
     lines += [f"* not run ({n}): {reason}" for reason, n in sorted(reasons.items())]
     lines += [f"* failed: `{name}`" for name in failed]
-    lines += [f"* not run (no time left): {row['what']}" for row in rows_of(folder, "late")]
+    lines += [f"* not run (no time left): {name}" for name in late]
     memory = rows_of(folder, "memory")
     if memory:
         lines += ["", "Peak of a step, planned and as the allocator counts it:", ""]
@@ -113,24 +117,17 @@ def section(folder: Path, command: str) -> str:
     if overhead:
         lines += ["", "What a rank takes of its GPU beside tensors (context, cuBLAS, communicators):", ""]
         lines += table(("ranks", "GB"), [(r["ranks"], f"{r['nbytes'] / 1e9:.2f}") for r in overhead])
-    bench = rows_of(folder, "bench")
-    if bench:
-        lines += ["", "Llama, stage 3 and FSDP2 on one GPU, medians of the rounds:", ""]
-        lines += table(
-            ("", "hf_dist", "FSDP2", "ratio"),
-            [(r["what"], f"{r['ours']:.4g}", f"{r['theirs']:.4g}", f"{r['ours'] / r['theirs']:.3f}") for r in bench],
-        )
+    for title, kind in (
+        ("Speed of a Llama on one GPU", "speed"),
+        ("The simulated GPU beside the real one", "simulated"),
+    ):
+        if rows := rows_of(folder, kind):
+            lines += ["", f"{title}:", "", *table(tuple(rows[0]), [tuple(row.values()) for row in rows])]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Put the run before those that are there."""
-    folder, command = Path(sys.argv[1]), " ".join(sys.argv[2:]) or "bash tests/run_gpu.sh"
+def write(folder: Path, command: str, late: Sequence[str]) -> None:
+    """Put the run in `folder` before those that are in RESULTS.md. `late`: what there was no time for."""
     head, _, earlier = RESULTS.read_text(encoding="utf-8").partition("\n## ")
-    text = section(folder, command)
-    print(text)
+    text = section(folder, command, late)
     RESULTS.write_text(f"{head.rstrip()}\n\n{text}" + (f"\n## {earlier}" if earlier else ""), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
