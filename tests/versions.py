@@ -33,7 +33,7 @@ NEWEST = ""
 ROWS: dict[str, tuple[str, Mapping[str, str]]] = {
     "oldest": (
         "3.10",
-        {"torch": "2.11.0", "transformers": "5.6.0", "accelerate": "1.3.0", "peft": "0.19.0", "pydantic": "2.7.0"},
+        {"torch": "2.11.0", "transformers": "5.6.0", "accelerate": "1.3.0", "peft": "0.19.0", "pydantic": "2.11.0"},
     ),
     "image": (
         "3.12",
