@@ -1,6 +1,7 @@
-"""The simulated GPU beside the real one: a step of the same Llama, in one process, with its kernels and host waits counted.
+"""The simulated GPU beside the real one: a step of four layers of Llama-3 8B in one process, its kernels and waits counted.
 
-    python -m tests.gpu.simulated          without a GPU only the simulated half
+    python -m tests.gpu.simulated --keep   with a CPU build of torch, which the simulator needs: writes simulated.json
+    python -m tests.gpu.simulated          on a GPU: the same steps there, beside the file
 
 Per setting: kernels that a step launches, waits of the host, and the step's time relative to stage 0. The simulator's host
 takes no time and its hardware is a data sheet, so only ratios are to be compared.
@@ -13,6 +14,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ import torch
 from tests import processes
 from tests.gpu.place import DEVICE, GPUS
 from tests.gpu.results import record, table
-from tests.gpu_sim import library
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
@@ -28,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero2, optimizer on the host": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
 }
 WARM_UP, STEPS = 3, 5
+KEPT = Path(__file__).with_name("simulated.json")
 
 
 def config_of(zero: dict[str, Any]) -> dict[str, Any]:
@@ -43,13 +45,10 @@ def config_of(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def case() -> Any:
-    """Layers of a Llama that fit any card, or next to nothing for a rehearsal."""
+    """Layers that fit any card."""
     from tests.scale.engines import LLAMA_3
 
-    sizes = {"layers": 4, "checkpointing": False}
-    if not GPUS:
-        sizes |= {"width": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocabulary": 512, "seq": 32}
-    return replace(LLAMA_3["8b"], **sizes)
+    return replace(LLAMA_3["8b"], layers=4, checkpointing=False)
 
 
 def run_simulated(rank: int, meet: str, zero: dict[str, Any]) -> dict[str, float]:
@@ -106,23 +105,28 @@ def run_real(zero: dict[str, Any]) -> dict[str, float]:
     return {"kernels": kernels, "waits": waits, "seconds": times[len(times) // 2]}
 
 
+def simulated() -> dict[str, dict[str, float]]:
+    """Every setting, simulated."""
+    from tests.gpu_sim.server import simulate
+
+    return {name: simulate("tests.gpu.simulated:run_simulated", zero)[0] for name, zero in SETTINGS.items()}
+
+
 def main() -> int:
-    """Print and keep the table. A real run has a process of its own: the simulator replaces parts of torch."""
+    """Print and keep the table. A real run has a process of its own: the second finds the memory of the first free."""
+    if sys.argv[1:] == ["--keep"]:
+        KEPT.write_text(json.dumps(simulated(), indent=1) + "\n", encoding="utf-8")
+        return 0
     if len(sys.argv) > 1:
         print(json.dumps(run_real(json.loads(sys.argv[1]))))
         return 0
-    if library.why_not() is not None:
-        print(f"NOT RUN: {library.why_not()}")
-        return 0
-    from tests.gpu_sim.server import simulate
-
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
     rows: list[dict[str, str]] = []
     first: dict[str, float] = {}
     for name, zero in SETTINGS.items():
-        found = {"simulated": simulate("tests.gpu.simulated:run_simulated", zero)[0]}
+        found = {"simulated": kept[name]}
         if GPUS:
-            command = [sys.executable, "-m", "tests.gpu.simulated", json.dumps(zero)]
-            done = processes.run(command, timeout=200)
+            done = processes.run([sys.executable, "-m", "tests.gpu.simulated", json.dumps(zero)], timeout=200)
             if done.returncode:
                 print(done.stderr[-2000:])
                 return 1

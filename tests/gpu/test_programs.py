@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.gpu import calls, results
+from tests.gpu import calls, results, simulated
 from tests.gpu.place import GPUS
+from tests.gpu_sim import library
+from tests.gpu_sim.server import simulate
 from tests.harness import ROOT
 
 
@@ -38,6 +40,17 @@ def test_versions_are_told_where_a_package_is_only_on_the_path(monkeypatch: pyte
     """The one that is tested, for instance."""
     monkeypatch.setattr(results, "PACKAGES", ("torch", "not-installed"))
     assert "no not-installed" in results.machine()[0] and "hf_dist 0." in results.machine()[0]
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason=str(library.why_not()))
+def test_what_was_simulated_for_the_comparison_is_what_the_simulator_says() -> None:
+    """On a GPU, whose torch cannot simulate, the file stands for it."""
+    kept = json.loads(simulated.KEPT.read_text(encoding="utf-8"))
+    name = "zero3"
+    (found,) = simulate("tests.gpu.simulated:run_simulated", simulated.SETTINGS[name])
+    assert set(kept) == set(simulated.SETTINGS)
+    assert found["waits"] == kept[name]["waits"]
+    assert found["kernels"] == pytest.approx(kept[name]["kernels"], rel=0.2), "python -m tests.gpu.simulated --keep"
 
 
 def test_a_missing_package_is_named_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from hf_dist.errors import ModelError
 from hf_dist.parallel.sequence.exchange import gather_keys, to_heads, to_positions
 from hf_dist.parallel.sequence.forward import SequenceMask, SplitForward, current, is_silent
 from hf_dist.parallel.sequence.ring import ring_attention
+from hf_dist.tensors import host_read
 
 PREFIX = "hf_dist_"
 
@@ -152,7 +153,7 @@ def _reaches_padding(rule: Callable[..., Any], forward: SplitForward, device: to
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     query = torch.arange(forward.real_length, device=device)[None, None, :, None]
     key = torch.arange(forward.real_length, forward.length, device=device)[None, None, None, :]
-    return bool(rule(zero, zero, query, key).any())
+    return bool(host_read.on_host(rule(zero, zero, query, key).any()))
 
 
 # ---- attention
