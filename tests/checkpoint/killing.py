@@ -71,5 +71,5 @@ def whole_and_resumed(
     for folder in folders:
         trainer = trainer_of(folder, layout)
         trainer.train(resume_from_checkpoint="auto")
-        found.append((trainer._initial_global_step, record_of(trainer)))
+        found.append((trainer._first_step, record_of(trainer)))
     return expected, found

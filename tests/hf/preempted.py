@@ -104,7 +104,7 @@ def told(folder: Path, moment: Moment, number: str, ranks: tuple[int, ...], **ch
     initial = type(again)._finalize_training
 
     def finalize(self: Any, *args: Any) -> Any:
-        begin.append(self._initial_global_step)
+        begin.append(self._first_step)
         return initial(self, *args)
 
     again._finalize_training = finalize.__get__(again)  # type: ignore[method-assign]

@@ -103,7 +103,8 @@ def page(rows: Rows) -> str:
         f"`python -m tests.sweep checks --write`, torch {torch.__version__}, transformers {transformers.__version__}, CPU. "
         "`hf-dist check` of a tiny checkpoint of every class, on two ranks, with made-up rows: a stock class in a right layout "
         "must be equal. Rows: differs, and check says why: in one process, too, the loss depends on which rows are together. "
-        "Refused: an error by name. Failed: the model itself raises, in plain transformers as well. Fewer classes: a part of them (`--every`, `--seconds`)."
+        "Refused: an error by name. Failed: the model itself raises, in plain transformers as well. Fewer classes: a part of "
+        "them (`--every`, `--seconds`)."
     )
     return "\n".join(["# Checks sweep", "", head, "", *section(rows)]) + "\n"
 
