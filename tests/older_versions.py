@@ -27,7 +27,11 @@ DIFFERENCES = (
     Difference(
         "transformers",
         "5.15",
-        ("hf/test_trainer.py::*label_smoothing*-w*", "hf/test_layouts_in_trainer.py::*label_smoothing*"),
+        (
+            "hf/test_trainer.py::*label_smoothing*-w*",
+            "hf/test_layouts_in_trainer.py::*label_smoothing*",
+            "memory/activation/test_ranks.py::*",
+        ),
         "label smoothing with several ranks is refused by name",
     ),
     Difference(

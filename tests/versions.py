@@ -124,7 +124,7 @@ def interpreter(version: str) -> str:
 def environment(name: str, folder: Path) -> Path:
     """The interpreter of a row's environment, made if it is not there as the row says."""
     python, versions = ROWS[name]
-    wanted = f"{python} {dict(versions)}"
+    wanted = f"{python} {dict(versions)} {TOOLS}"
     place = folder / name
     stamp, own = place / "made_for", place / "bin" / "python"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -149,7 +149,7 @@ def run(name: str, folder: Path, files: Iterable[str]) -> Ran:
     names = tuple(ROWS[name][1])
     ask = f"import sys, importlib.metadata as m; print(sys.version.split()[0], *(m.version(n) for n in {names!r}))"
     said = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.split()
-    asked = f"-m pytest -q -p no:durations -n {WORKERS} --dist loadfile -rf --timeout {CASE_SECONDS}".split()
+    asked = f"-m pytest -q -p no:durations -n {WORKERS} --dist loadfile -rfE --timeout {CASE_SECONDS}".split()
     command = [str(python), *asked, *sorted({*files, *ALWAYS})]
     begun = datetime.datetime.now()
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
