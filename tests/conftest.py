@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         difference = older_versions.difference_of(item.nodeid.removeprefix("tests/"))
         if difference is not None:
             item.add_marker(
-                pytest.mark.skip(reason=f"{difference.library} before {difference.before}: {difference.why}")
+                pytest.mark.skip(reason=f"{difference.package} before {difference.before}: {difference.why}")
             )
 
 

@@ -37,7 +37,7 @@ OF_TORCH = {"_execution_engine", "_parse_to", "_prefix", "_schema"}
 class Name(NamedTuple):
     """A name that is read."""
 
-    library: str
+    package: str
     name: str
     """`module.name` of an import, `._name` of an attribute."""
 
@@ -152,7 +152,7 @@ def _elsewhere(name: str) -> bool:
 def is_there(name: Name) -> bool:
     """Whether the installed version has it."""
     if not name.module:
-        return name.last in _words(name.library)
+        return name.last in _words(name.package)
     try:
         return hasattr(importlib.import_module(name.module), name.last) or bool(importlib.util.find_spec(name.name))
     except ImportError:
@@ -239,7 +239,7 @@ def page(folder: Path) -> str:
         releases = {version: in_wheel(library, version, folder) for version in versions_of(library)}
         newest[library] = list(releases)[-1]
         for name, files in names.items():
-            if name.library == library:
+            if name.package == library:
                 having = [version for version, source in releases.items() if has(source, name)]
                 first, last = (having[0], having[-1]) if having else ("none", "none")
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -256,9 +256,9 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.write:
         PAGE.write_text(page(options.folder), encoding="utf-8")
-    lost = [name for name in listed() if importlib.util.find_spec(name.library) and not is_there(name)]
+    lost = [name for name in listed() if importlib.util.find_spec(name.package) and not is_there(name)]
     for name in lost:
-        print(f"{name.library} {importlib.metadata.version(name.library)} lacks {name.name}")
+        print(f"{name.package} {importlib.metadata.version(name.package)} lacks {name.name}")
     print(f"{len(listed()) - len(lost)} of {len(listed())} are there")
     sys.exit(bool(lost))
 

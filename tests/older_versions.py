@@ -16,7 +16,7 @@ __all__ = ["DIFFERENCES", "Difference", "difference_of"]
 class Difference(NamedTuple):
     """Cases that a version older than `before` does not pass."""
 
-    library: str
+    package: str
     before: str
     cases: tuple[str, ...]
     """Patterns below `tests/`."""
@@ -110,5 +110,5 @@ def difference_of(case: str) -> Difference | None:
 
 
 def _is_older(difference: Difference) -> bool:
-    found = importlib.metadata.version(difference.library).split(".")
+    found = importlib.metadata.version(difference.package).split(".")
     return tuple(map(int, found[:2])) < tuple(map(int, difference.before.split(".")))

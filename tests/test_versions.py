@@ -89,9 +89,9 @@ def test_the_page_lists_every_name_that_is_read_and_each_is_there() -> None:
     names, listed = set(library_names.read_names()), library_names.listed()
     assert names <= set(listed), "run: python -m tests.library_names --write"
     for name, (first, _) in listed.items():
-        if importlib.util.find_spec(name.library) is None:
+        if importlib.util.find_spec(name.package) is None:
             continue
-        if parts(first) <= parts(importlib.metadata.version(name.library)):
+        if parts(first) <= parts(importlib.metadata.version(name.package)):
             assert name in names, "run: python -m tests.library_names --write"
             assert library_names.is_there(name), name
 
@@ -102,5 +102,5 @@ ASKED_FIRST = {"._pp_stage", "accelerate.parallelism_config.ParallelismConfig"}
 
 def test_no_name_is_read_that_the_oldest_version_lacks() -> None:
     oldest = {library: parts(floor) for library, floor in FLOORS.items()}
-    later = {n.name for n, (first, _) in library_names.listed().items() if parts(first) > oldest.get(n.library, (99,))}
+    later = {n.name for n, (first, _) in library_names.listed().items() if parts(first) > oldest.get(n.package, (99,))}
     assert later == ASKED_FIRST

@@ -187,7 +187,7 @@ def page(rows: Mapping[str, str], failed: Mapping[str, tuple[str, ...]]) -> str:
         "",
         "| library | before | what |",
         "|---|---|---|",
-        *(f"| {each.library} | {each.before} | {each.why} |" for each in DIFFERENCES),
+        *(f"| {each.package} | {each.before} | {each.why} |" for each in DIFFERENCES),
     ]
     for name, cases in failed.items():
         lines += ["", f"Failed in `{name}`:", "", *(f"* `{case}`" for case in cases)]

@@ -100,14 +100,21 @@ def test_real_tiles_of_the_loss_change_no_number(monkeypatch: pytest.MonkeyPatch
     """In bf16 and fp32, with tiles so small that several are made."""
     from hf_dist.memory.loss import lazy_logits, tiles
 
-    for module in (lazy_logits, tiles):
-        if hasattr(module, "TILE_BYTES"):
-            monkeypatch.setattr(module, "TILE_BYTES", 8192)
+    made: list[int] = []
+    original = lazy_logits.tiled_cross_entropy
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4096)
+    monkeypatch.setattr(lazy_logits, "tiled_cross_entropy", counted)
     for half in (False, True):
         precision = {"bf16": {"enabled": half}}
         plain = train("llama", {"stage": 3}, hf_dist={"tiled_loss": False}, **precision)
         tiled = train("llama", {"stage": 3}, hf_dist={"tiled_loss": True}, **precision)
         assert tiled[0] == pytest.approx(plain[0], rel=5e-3 if half else TOLERANCE)
+        assert len(made) == STEPS * (2 if half else 1), "tiles are made"
 
 
 def test_compiled_blocks_change_no_number() -> None:

@@ -131,8 +131,11 @@ class _Areas:
         counts = [self._counted(row) for row in range(rows)]
         read = host_read.on_host(torch.cat([each.flatten() for each in counts]))
         ends = np.cumsum([each.numel() for each in counts])[:-1]
-        self.counts = [part.reshape(each.shape) for part, each in zip(np.split(read, ends), counts, strict=True)]
-        """By row: (2, my tiles, tiles): pairs that are seen, and those of them at or below the diagonal."""
+        self.grids = [
+            _Grid(part.reshape(each.shape), edges)
+            for part, each, edges in zip(np.split(read, ends), counts, self.fine, strict=True)
+        ]
+        """By row."""
 
     def evaluated(self, rows: slice, query: slice, key: slice) -> torch.Tensor:
         """(rows, 1, q, k) bool: the mask of an area."""
@@ -159,7 +162,7 @@ class _Areas:
 
     def between(self, row: int, mine: int, theirs: int) -> Iterator[Area]:
         """The areas of one pair of chunks."""
-        grid = _Grid(self.counts[row], self.fine[row])
+        grid = self.grids[row]
         query, key = (
             [e for e in self.coarse[row] if n * self.chunk <= e <= (n + 1) * self.chunk] for n in (mine, theirs)
         )
@@ -168,7 +171,7 @@ class _Areas:
 
 
 class _Grid:
-    """The counts of one row."""
+    """The counts of one row: (2, tiles, tiles) pairs that are seen, and those of them at or below the diagonal."""
 
     def __init__(self, counts: np.ndarray, edges: Sequence[int]) -> None:
         self._edges = edges
