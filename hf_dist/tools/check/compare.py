@@ -12,9 +12,9 @@ from hf_dist.dist.spawn import run_ranks
 from hf_dist.tools.check.blame import Blamed, to_blame
 from hf_dist.tools.check.itself import TOGETHER, TWICE
 from hf_dist.tools.check.job import Job
-from hf_dist.tools.check.limits import FP32, ORDER, limits, relative, wider
+from hf_dist.tools.check.limits import DRAWN, FP32, limits, relative, wider
 from hf_dist.tools.check.parts import Part, alone_parts, one_rank, parts_without_one
-from hf_dist.tools.check.runs import in_one_process, in_other_orders, on_ranks
+from hf_dist.tools.check.runs import in_one_process, in_other_draws, on_ranks
 
 __all__ = ["Proof", "Row", "compare", "prove"]
 
@@ -81,7 +81,7 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     ranks = run_ranks(on_ranks, world, (job,), timeout)
     proof = compare(job, alone, ranks)
     if not proof.equal:  # then it is worth to learn how far rounding can go
-        proof = compare(job, alone, ranks, run_ranks(in_other_orders, 1, (job,), timeout)[0])
+        proof = compare(job, alone, ranks, run_ranks(in_other_draws, 1, (job,), timeout)[0])
     if proof.equal:
         return proof
 
@@ -107,7 +107,7 @@ def compare(
     job: Job, alone: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, object]] = ()
 ) -> Proof:
     """The verdict. `alone`: the result of `in_one_process`; `ranks`: the results of `on_ranks`, by rank; `others`: those of
-    `in_other_orders`, whose distances are allowed, too."""
+    `in_other_draws`, whose distances are allowed, too."""
     fp32 = job.precision == "fp32"
     expected = alone["plain"] if fp32 else alone["same"]
     first = ranks[0]
@@ -153,7 +153,8 @@ def compare(
     notes.extend(job.said)
     if others:
         notes.append(
-            f"allowed is {ORDER:.0f} times what another order of a step's rows changes in one process, where that is more"
+            f"allowed is {DRAWN:.0f} times what one process changes when it rounds otherwise (rows of a step in another order, "
+            "products in parts), where that is more"
         )
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")

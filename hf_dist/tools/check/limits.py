@@ -8,14 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["FP32", "ORDER", "Limits", "limits", "relative", "wider"]
+__all__ = ["DRAWN", "FP32", "Limits", "limits", "relative", "wider"]
 
 FP32 = 1e-5
 """Largest relative difference in fp32."""
 TENSOR = 2.0
 """In 28 right layouts of six families in bf16 the farthest tensor was at 1.6 times its distance (2.2 with cut matrices)."""
-ORDER = 4.0
-"""A layout adds in many orders, and one other order of rows is one sample of what that does to a model."""
+DRAWN = 4.0
+"""A layout rounds in its own way, and another draw of one process is one sample of what that does to a model."""
 STUDENT = {3: 12.9, 4: 8.6, 5: 6.9, 6: 6.0, 7: 5.4, 8: 5.0, 10: 4.6, 20: 3.9}
 """Steps -> multiple of the rms of so many samples that another sample exceeds once in a thousand times (Student's t)."""
 
@@ -37,21 +37,21 @@ class Limits:
 
     outputs: Mapping[str, float] = field(default_factory=dict)
     """Of each output of the model."""
-    reordered: Mapping[str, float] = field(default_factory=dict)
-    """Of each tensor and output, whatever the others say: `ORDER` times its distance in another order of rows."""
+    drawn: Mapping[str, float] = field(default_factory=dict)
+    """Of each tensor and output, whatever the others say: `DRAWN` times its distance in another draw of rounding."""
     evaluation: float = 0.0
     """Of the loss of an evaluation, where that is more than `losses`. It comes after all steps, and small losses are far apart
     relative to themselves."""
 
     def of_output(self, name: str) -> float:
         """For one output of the model."""
-        return max(self.outputs.get(name, FP32), self.routed, self.reordered.get(name, 0.0))
+        return max(self.outputs.get(name, FP32), self.routed, self.drawn.get(name, 0.0))
 
     def of(self, name: str, step: int = -1) -> float:
         """For one tensor after a step."""
         routed = self.routed if name in self.beside_router else 0.0
         own = self.own[step].get(name, math.inf) if self.own else math.inf
-        return max(min(self.tensors[step], own), routed, self.reordered.get(name, 0.0))
+        return max(min(self.tensors[step], own), routed, self.drawn.get(name, 0.0))
 
 
 def limits(
@@ -94,25 +94,25 @@ def limits(
 
 
 def wider(found: Limits, expected: Mapping[str, Any], other: Mapping[str, Any]) -> Limits:
-    """`found`, or as far as one process in `expected` is from one in another order of rows, `ORDER` times.
+    """`found`, or as far as one process in `expected` is from one that rounds otherwise (`rounding.py`), `DRAWN` times.
 
     A tensor with few elements (a bias of two classes) or an output may be near by chance: the median of all counts, too, and
     in half precision how far its own distances after each step make likely.
     """
-    tensors = dict(found.reordered)
+    tensors = dict(found.drawn)
     for after in (other["outputs"], expected.get("outputs", {}), *other["differences"]):
         least = statistics.median(after.values() or (0.0,))
         for name, value in after.items():
-            tensors[name] = max(tensors.get(name, 0.0), ORDER * max(value, least))
+            tensors[name] = max(tensors.get(name, 0.0), DRAWN * max(value, least))
     for name in expected["differences"][0] if "differences" in expected else ():
         likely = _likely([after[name] for after in expected["differences"]])
         tensors[name] = max(tensors.get(name, 0.0), likely)
     return replace(
         found,
-        losses=max(found.losses, ORDER * max(_distances(expected["losses"], other["losses"]))),
-        evaluation=max(found.evaluation, ORDER * relative([expected["evaluation"]], [other["evaluation"]])),
-        norms=max(found.norms, ORDER * max(_distances(expected["norms"], other["norms"]))),
-        reordered=tensors,
+        losses=max(found.losses, DRAWN * max(_distances(expected["losses"], other["losses"]))),
+        evaluation=max(found.evaluation, DRAWN * relative([expected["evaluation"]], [other["evaluation"]])),
+        norms=max(found.norms, DRAWN * max(_distances(expected["norms"], other["norms"]))),
+        drawn=tensors,
     )
 
 

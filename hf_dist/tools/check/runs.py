@@ -24,13 +24,13 @@ from hf_dist.sharding.full_params import all_tensors
 from hf_dist.tools.check import outputs
 from hf_dist.tools.check.itself import itself
 from hf_dist.tools.check.job import Job
+from hf_dist.tools.check.rounding import DRAWS
 from hf_dist.tools.check.training import Look, Training, alone_config, checkpoint_of
 
-__all__ = ["in_one_process", "in_other_orders", "on_ranks", "quiet", "routed_parameters"]
+__all__ = ["in_one_process", "in_other_draws", "on_ranks", "quiet", "routed_parameters"]
 
 Differences = dict[str, float]
 """Parameter, in the model's order -> norm of its difference to one process, relative to the norm in one process."""
-DRAWS = 3
 _FLOOR = 0.01
 """A tensor's norm counts as at least that of as many elements of this share of the model's rms weight. A key bias, whose
 gradient is zero in theory, is rounding and nothing else: relative to itself, it differs by its own size."""
@@ -90,9 +90,8 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, object]:
 
 
 @quiet()
-def in_other_orders(rank: int, world: int, job: Job) -> list[dict[str, object]]:
-    """One process that the layout is compared with, with the rows of each step in another order and all weights a rounding
-    away: once in fp32, `DRAWS` times in half precision, where one step may be near by chance.
+def in_other_draws(rank: int, world: int, job: Job) -> list[dict[str, object]]:
+    """One process that the layout is compared with, `DRAWS` times: each draw rounds otherwise.
 
     Its losses, norms and evaluation, and the `differences` of its tensors and `outputs` from those of `in_one_process`.
     """
@@ -101,12 +100,12 @@ def in_other_orders(rank: int, world: int, job: Job) -> list[dict[str, object]]:
     config = None if job.precision == "fp32" else alone_config(job)
     expected = _outputs_file(job, reference)
     results: list[dict[str, object]] = []
-    for number in range(1, 2 if config is None else DRAWS + 1):
+    for draw in range(1, DRAWS + 1):
         AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
         differences: list[Differences] = []
         look = _looks_at(job, differences, reference=reference)
         names = outputs.names_in(expected)
-        found = Training(job, job.steps + 1, config, look, names=names, otherwise=number)(_output(job))
+        found = Training(job, job.steps + 1, config, look, names=names, draw=draw)(_output(job))
         results.append({key: found[key] for key in ("losses", "norms", "evaluation")})
         results[-1] |= {"differences": differences, "outputs": outputs.differences(found["outputs"], expected)}
     return results
@@ -181,7 +180,7 @@ def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Names of the parameters of each mixture of experts: the experts, their router and what else its module has; and the norms
     of its layer, since a norm's weight multiplies the columns of the router and the experts."""
     found = []
-    for path in find_experts(model):
+    for path in _experts(model):
         block = path.rpartition(".")[0]
         layer = block.rpartition(".")[0]
         beside = model.get_submodule(layer).named_children() if block else ()
@@ -189,6 +188,12 @@ def routed_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         inside = (f"{block}.", *norms)
         found.append(tuple(name for name, _ in model.named_parameters() if name.startswith(inside)))
     return tuple(found)
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Paths of stacked experts, and of what a class calls experts (a dictionary of modules in Switch and NLLB)."""
+    stacked = find_experts(model)
+    return [path for path, _ in model.named_modules() if path in stacked or path.rpartition(".")[2] == "experts"]
 
 
 def _is_norm(module: nn.Module) -> bool:

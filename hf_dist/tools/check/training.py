@@ -21,6 +21,7 @@ from hf_dist.model_config import field, text_config
 from hf_dist.tools.check.data import Batch, joined
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
+from hf_dist.tools.check.rounding import in_another_order, in_parts, moved
 
 __all__ = ["Look", "Training", "alone_config", "checkpoint_of", "clip", "one_row_more", "rows_of", "whole_step"]
 
@@ -44,17 +45,16 @@ class Training:
     """Whether the rows of `one_row_more` are evaluated and predicted at the end."""
     names: Mapping[str, bool] | None = None
     """Those of the model's outputs, which a process tells that has the whole model."""
-    otherwise: int = 0
-    """If not 0, the number of another draw: rows of each step come in another order (1: in reverse), and all weights begin a
-    rounding away."""
+    draw: int = 0
+    """If not 0, the number of another draw of the run's rounding (`rounding.py`)."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
         end the loss of an `evaluation` (NaN if HF computes none, as for a forward whose signature names no labels) and the
         `outputs` of a prediction, with why some were `refused`."""
         model = self.job.make_model()
-        if self.otherwise:
-            _move(model, self.otherwise)
+        if self.draw:
+            moved(model, self.draw)
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         looks = _Looks(self)
@@ -70,18 +70,21 @@ class Training:
         )
         trainer.remove_callback(PrinterCallback)
         looks.trainer = trainer
-        trainer.train(resume_from_checkpoint=resume or None)
         outputs: tuple[Outputs, str] = ({}, "")
-        if self.evaluates:
-            config: object = model.config
-            vocabulary = field(text_config(config), "vocab_size") or 1
-            outputs = predicted(trainer, few_rows(one_row_more(self.job), vocabulary), self.names)
+        evaluation = math.nan
+        with in_parts(self.draw):
+            trainer.train(resume_from_checkpoint=resume or None)
+            if self.evaluates:
+                config: object = model.config
+                vocabulary = field(text_config(config), "vocab_size") or 1
+                outputs = predicted(trainer, few_rows(one_row_more(self.job), vocabulary), self.names)
+                evaluation = trainer.evaluate().get("eval_loss", math.nan)
         steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return {
             "losses": [float(entry["loss"]) for entry in steps],
             "norms": [float(entry["grad_norm"]) for entry in steps],
             "skipped": trainer.dist_engine.skipped_steps if self.config else 0,
-            "evaluation": trainer.evaluate().get("eval_loss", math.nan) if self.evaluates else math.nan,
+            "evaluation": evaluation,
             "outputs": outputs[0],
             "refused": outputs[1],
         }
@@ -89,11 +92,7 @@ class Training:
     def _rows(self) -> list[Batch]:
         batches = self.job.batches()
         rows, step = rows_of(batches), len(rows_of(batches[:1])) * self.job.window
-        if not self.otherwise:
-            return rows
-        draw = torch.Generator().manual_seed(self.otherwise)
-        order = list(reversed(range(step))) if self.otherwise == 1 else torch.randperm(step, generator=draw).tolist()
-        return [rows[i + at] for i in range(0, len(rows), step) for at in order if i + at < len(rows)]
+        return in_another_order(rows, step, self.draw) if self.draw else rows
 
     def _arguments(self, folder: str) -> object:
         common: dict[str, Any] = dict(
@@ -188,15 +187,6 @@ class _Looks(TrainerCallback):
         control.should_save = state.global_step == self._training.save_at
         self._training.look(state.global_step, self.trainer.model, getattr(self.trainer, "dist_engine", None))
         return control
-
-
-@torch.no_grad()
-def _move(model: nn.Module, number: int) -> None:
-    """All weights by up to a unit in the last place of fp32: a net of kinks then tells how far rounding takes it."""
-    draw = torch.Generator().manual_seed(number - 1)
-    for p in model.parameters():
-        if p.is_floating_point():
-            p.mul_(1 + 2**-23 * (2 * torch.rand(p.shape, generator=draw) - 1))
 
 
 def rows_of(batches: list[Batch]) -> list[Batch]:
