@@ -1,4 +1,4 @@
-"""Which HF classes train with their sequences split over two ranks as in one process: every causal and masked class.
+"""Which HF classes train with their sequences split over two ranks as in one process: causal, masked and classifying classes.
 
     python -m tests.sweep sequence [--only PATTERN] [--seconds N] [--results FILE] [--write]
 
@@ -34,7 +34,7 @@ SMALL = 1e-10
 def main(arguments: list[str]) -> None:
     """Run the sweep and print the table."""
     layout = {"sequence_parallel_size": 2}
-    run(arguments, "sequence", TABLE, SETTING, layout, ("causal", "masked"), in_double)
+    run(arguments, "sequence", TABLE, SETTING, layout, ("causal", "masked", "classification"), in_double)
 
 
 class AllDouble(TorchFunctionMode):
