@@ -8,6 +8,7 @@ microbatches. Others return a plain sum (CTC), which HF's arithmetic adds up as 
 
 from __future__ import annotations
 
+import inspect
 import math
 from enum import IntEnum
 from typing import Any
@@ -105,7 +106,9 @@ def kind_of_loss(trainer: Any, model: nn.Module, inputs: Any) -> LossKind:
     axis = trainer.dist_engine.mesh.control
     asks = any(inputs.get(name) is not None for name in (*(trainer.label_names or ()), LABELS, "return_loss"))
     # A class whose forward takes `*args, **kwargs` names no labels, and may still return a loss: of training, it has to.
-    may = asks or (model.training and not _overrides(trainer, "compute_loss", "training_step"))
+    own = _overrides(trainer, "compute_loss", "training_step")
+    asks = asks and not (own and _is_foreign(model, inputs))
+    may = asks or (model.training and not own)
     # A forward is collective: all ranks run it, or none.
     asked, tried = (max(found) for found in zip(*collectives.all_gather_object(axis, (asks, may)), strict=True))
     if not tried:
@@ -244,6 +247,13 @@ def _overrides(trainer: object, *methods: str) -> bool:
     """Whether a class of the user, or of another library, has one of these methods, and so a way of its own to a loss."""
     owners = [cls.__module__ for cls in type(trainer).__mro__ if not vars(cls).keys().isdisjoint(methods)]
     return not all(module.startswith(("hf_dist.", "transformers.")) for module in owners)
+
+
+def _is_foreign(model: nn.Module, inputs: Any) -> bool:
+    """Whether the model cannot take this batch: its forward names none of the keys. A user's loss makes calls of them."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name for name, each in inspect.signature(model.forward).parameters.items() if each.kind in kinds}
+    return bool(named) and named.isdisjoint(inputs)
 
 
 def _is_empty(label: object) -> bool:

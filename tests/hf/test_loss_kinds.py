@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
 
-from hf_dist import DistTrainer
+from hf_dist import DistTrainer, DistTrainingArguments
 from hf_dist.hf.loss_probe import _in_rows
 from tests.hf.loss_kinds import KINDS, UNTOLD, Net, outcome, rows
 from tests.hf.on_ranks import Job, found, outcomes_by_world
@@ -110,3 +110,35 @@ def test_a_trainer_with_stock_arguments_is_its_base(tmp_path: Path) -> None:
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == losses[1]
+
+
+class Pairs(DistTrainer):
+    """Calls of its own: the batch has two texts, and no key that the model's forward names."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        output = model(input_ids=torch.cat((inputs["chosen"], inputs["rejected"])))
+        chosen, rejected = output.logits.squeeze(-1).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        return (loss, output) if return_outputs else loss
+
+
+def test_a_model_is_not_run_on_a_batch_of_which_it_takes_nothing(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, pad_token_id=0)
+    data = [{"chosen": torch.full((4,), n + 1), "rejected": torch.full((4,), 9 - n)} for n in range(4)]
+    losses = []
+    for batch in (4, 1):
+        torch.manual_seed(0)
+        args = DistTrainingArguments(
+            str(tmp_path),
+            dist_config={"zero_optimization": {"stage": 1}},
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=4 // batch,
+            **{"label_names": ["chosen"], "remove_unused_columns": False, "max_steps": 2, "use_cpu": True},
+            **{"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1},
+        )
+        trainer = Pairs(model=LlamaForSequenceClassification(config), args=args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        losses[-1].append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
