@@ -65,8 +65,10 @@ def _wire(config: DistConfig) -> Iterator[Difference]:
     half = _half(config)
     if half is not None and config.communication_data_type is None:
         with_half = f"with {half} " if half == "half precision" else ""
-        there = "in that" if with_half else f"in {half}"
-        text = f"not in the file: {with_half}gradients are sent in fp32 (twice the bytes), {there} in DeepSpeed"
+        there = "the half precision" if with_half else half
+        text = (
+            f"not in the file: {with_half}gradients are sent in fp32 (twice the bytes); DeepSpeed sends them in {there}"
+        )
         write = "the half precision" if with_half else f'"{half}"'
         yield Difference("communication_data_type", text, f"write {write}")
     elif half is None and config.torch_autocast.enabled and config.communication_data_type is None:
@@ -77,7 +79,7 @@ def _wire(config: DistConfig) -> Iterator[Difference]:
 def _accumulation(config: DistConfig) -> Iterator[Difference]:
     half = None if config.bf16.bf16_master_weights_and_grads else _half(config)
     if half is not None and config.data_types.grad_accum_dtype is None and config.zero_optimization.stage > 0:
-        text = "not in the file: gradients of several microbatches add up in fp32, in the dtype of the weights in DeepSpeed"
+        text = "not in the file: gradients of microbatches are summed in fp32; DeepSpeed sums them in the dtype of the weights"
         write = "the half precision" if half == "half precision" else f'"{half}"'
         yield Difference("data_types.grad_accum_dtype", text, f"write {write}")
 

@@ -38,12 +38,12 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, Any]]] = {
     ),
     "wire": (
         {"communication_data_type": ABSENT},
-        "communication_data_type: not in the file: gradients are sent in fp32 (twice the bytes), in bf16 in DeepSpeed",
+        "communication_data_type: not in the file: gradients are sent in fp32 (twice the bytes); DeepSpeed sends them in bf16",
         ("communication_data_type", "bf16"),
     ),
     "accumulation": (
         {"data_types.grad_accum_dtype": ABSENT},
-        "data_types.grad_accum_dtype: not in the file: gradients of several microbatches add up in fp32",
+        "data_types.grad_accum_dtype: not in the file: gradients of microbatches are summed in fp32",
         ("data_types.grad_accum_dtype", "bf16"),
     ),
     "cpu_checkpointing": (

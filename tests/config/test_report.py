@@ -35,10 +35,10 @@ def test_the_table_shows_set_values_with_sources_and_idle_keys_once(tmp_path: Pa
         "Differs from DeepSpeed:\n"
         "  gradient_clipping: not in the file, and nothing clips; DeepSpeed since 0.19 may clip at 1.0, its new default. "
         'As there: write "gradient_clipping": 1.0, or 0.0 to say so\n'
-        "  communication_data_type: not in the file: gradients are sent in fp32 (twice the bytes), in bf16 in DeepSpeed. "
-        'As there: write "bf16"\n'
-        "  data_types.grad_accum_dtype: not in the file: gradients of several microbatches add up in fp32, in the dtype of "
-        'the weights in DeepSpeed. As there: write "bf16"'
+        "  communication_data_type: not in the file: gradients are sent in fp32 (twice the bytes); DeepSpeed sends them in "
+        'bf16. As there: write "bf16"\n'
+        "  data_types.grad_accum_dtype: not in the file: gradients of microbatches are summed in fp32; DeepSpeed sums them in "
+        'the dtype of the weights. As there: write "bf16"'
     )
 
 

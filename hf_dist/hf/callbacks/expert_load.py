@@ -20,7 +20,8 @@ class ExpertLoadCallback(LogCallback):
 
     `expert_load`: rows of the busiest expert over the mean, in the worst layer. `expert_rank_load`: the same for the busiest
     rank, which the others wait for. 1 is even. At each checkpoint and at the end the main rank writes the rows of all experts
-    since the start into `expert_load.json` of the output folder, for `hf-dist balance`. Rows of evaluation do not count.
+    from the start to the last log into `expert_load.json` of the output folder, for `hf-dist balance`. Rows of evaluation do
+    not count.
     """
 
     def __init__(self, trainer: object) -> None:

@@ -46,8 +46,8 @@ def read_load(path: Path) -> ExpertLoad:
         return ExpertLoad(**json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(
-            f"{file}: cannot be read ({error.strerror}). A Trainer writes it at each checkpoint and at its end, where "
-            "expert_parallel.enabled and hf_dist.log_measurements are true"
+            f"{file}: cannot be read ({error.strerror}). A Trainer writes it at a checkpoint and at its end, after its first "
+            "log, where expert_parallel.enabled and hf_dist.log_measurements are true"
         ) from None
     except (ValueError, TypeError):
         raise CheckpointError(f"{file}: is not a file that a Trainer of hf_dist has written") from None
