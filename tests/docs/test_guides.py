@@ -27,6 +27,8 @@ from hf_dist.tools.cli import app
 REPO = Path(__file__).resolve().parent.parent.parent
 GUIDES = sorted((REPO / "examples" / "guides").glob("*.md"))
 FOR_USERS = [REPO / "README.md", *GUIDES]
+COMMANDED = [*FOR_USERS, REPO / "examples" / "README.md"]
+"""Pages whose blocks are tried."""
 WIDTH = 160
 FRONT_PAGE = 130
 LONGEST_SENTENCE = 40
@@ -52,7 +54,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
     """(where, text) of the fenced blocks in `language`."""
     return [
         (f"{page.name}-{number}", text)
-        for page in FOR_USERS
+        for page in COMMANDED
         for number, text in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S))
     ]
 
@@ -175,7 +177,9 @@ def test_every_command_is_of_a_known_program() -> None:
         "torchrun",
         "accelerate",
         "bash",
+        "docker",
         "export",
+        "hf",
         "pip",
         "python",
         "srun",
