@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "export", "inspect", "verify"]
 
-app = typer.Typer(help="Look after checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="Verify checkpoints, every byte of them.", no_args_is_help=True)
 
 LISTED = 40
 """Most files that `inspect` names before it only counts them."""

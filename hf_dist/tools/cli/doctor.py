@@ -40,7 +40,7 @@ Ranks = Annotated[
 
 
 def doctor(ranks: Ranks = 2) -> None:
-    """Print versions, devices, network and a short test of a process group. Exit code 1 if something is wrong.
+    """Check versions, devices and network, and try a process group. Exit code 1 if something is wrong.
 
     Started by torchrun or another launcher on every node, it tests the process group that a job there would use.
     """

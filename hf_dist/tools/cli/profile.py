@@ -19,7 +19,7 @@ Files = Annotated[list[Path], typer.Argument(help="Traces: rank0_steps10-12.json
 
 
 def profile(files: Files) -> None:
-    """Seconds of the host by phase in traces of training steps, and how to look at them in a picture.
+    """Add up the seconds of the host by phase in traces of training steps, and say how to look at the traces.
 
     A phase counts with all that happens inside of it. Raises `HfDistError` for a file that is no such trace.
     """
