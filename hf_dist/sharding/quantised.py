@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_dist.errors import ModelError
+from hf_dist.sharding.wrapped import refuse_wrapped
 
 __all__ = ["is_packed", "prepare_quantised"]
 
 _HALVES = (torch.float16, torch.bfloat16, torch.float32)
-_REMEDY = (
+_PLAIN_BASE = (
     "Load the base without quantization_config, or with BitsAndBytesConfig(load_in_4bit=True) and train an adapter on it "
     "(QLoRA), or train without a dist_config."
 )
@@ -33,29 +33,33 @@ def prepare_quantised(model: nn.Module) -> None:
 
     Raises `ModelError`, naming the parameter, for the first quantised weight whose shards would be wrong.
     """
+    refuse_wrapped(model)
     for name, param in model.named_parameters():
         problem = _problem(param)
         if problem:
-            raise ModelError(f"{name} {problem}. {_REMEDY}")
+            raise ModelError(f"{name} {problem}")
     for name, module in model.named_modules():
         # HQQ keeps its bytes in an attribute or a parameter, and its scales in a dict outside of any shard.
         if hasattr(module, "W_q") and hasattr(module, "meta"):
-            raise ModelError(f"{name} is quantised with HQQ, which hf_dist cannot shard. {_REMEDY}")
+            raise ModelError(f"{name} is quantised with HQQ, which hf_dist cannot shard. {_PLAIN_BASE}")
     _keep_packing(model)
 
 
 def _problem(param: nn.Parameter) -> str:
-    """Why one parameter cannot be sharded; empty if it can."""
+    """Why one quantised parameter cannot be sharded, and what to do; empty if it can."""
     if is_packed(param):
         if getattr(param, "quant_state", None) is None:
-            return "is a 4-bit weight that is not quantised yet: move the model to its device before it is prepared"
-        return "is a 4-bit weight that requires a gradient" if param.requires_grad else ""
+            return "is a 4-bit weight that is not quantised yet. Move the model to its device before it is prepared."
+        if param.requires_grad:
+            return (
+                "is a 4-bit weight that requires a gradient. Freeze it (requires_grad_(False)), and train an adapter."
+            )
+        return ""
     if type(param).__name__ == "Int8Params":
-        return "is an 8-bit weight of bitsandbytes, whose layer keeps a whole copy beside the parameter"
-    if is_traceable_wrapper_subclass(param):
-        return f"is a {type(param).__name__} (a tensor made of several), which has no flat shard"
+        return f"is an 8-bit weight of bitsandbytes, whose layer keeps a whole copy beside the parameter. {_PLAIN_BASE}"
     if param.is_floating_point() and param.dtype not in (*_HALVES, torch.float64):
-        return f"is a quantised weight in {param.dtype}, which a cast to the compute dtype would corrupt"
+        why = f"is a quantised weight in {param.dtype}, which a cast to the compute dtype would corrupt"
+        return f"{why}. {_PLAIN_BASE} A checkpoint in FP8 is read with FineGrainedFP8Config(dequantize=True)."
     return ""
 
 

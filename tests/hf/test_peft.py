@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_dist.errors import ModelError
 from hf_dist.sharding.quantised import prepare_quantised
@@ -170,22 +171,42 @@ class Params4bit(nn.Parameter):
     """Stands for the class of bitsandbytes, before it was quantised."""
 
 
-@pytest.mark.parametrize(
-    ("weight", "says"),
-    [
-        (lambda: Int8Params(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False), "8-bit weight of bitsandbytes"),
-        (lambda: Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False), "not quantised yet"),
-        (lambda: nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
-    ],
-    ids=["int8", "unpacked", "float8"],
-)
-def test_quantised_weights_that_no_shard_can_hold_are_refused_by_name(
-    weight: Callable[[], nn.Parameter], says: str
-) -> None:
+def packed(requires_grad: bool = False) -> nn.Parameter:
+    """A 4-bit weight as bitsandbytes leaves it on its device."""
+    weight = Params4bit(torch.zeros(8, 1), requires_grad=requires_grad)
+    weight.quant_state = object()
+    return weight
+
+
+def made_of_two(module: str) -> nn.Parameter:
+    """A tensor subclass that wraps others, of another library."""
+    wrapper = type("Int8Tensor", (TwoTensor,), {"__module__": module})
+    return nn.Parameter(wrapper(torch.zeros(4, 4), torch.zeros(4, 4)))
+
+
+REMEDIES = {
+    "int8": (lambda: Int8Params(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False), "8-bit weight of bitsandbytes",
+             "QLoRA"),
+    "unpacked": (lambda: Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False), "not quantised yet",
+                 "Move the model"),
+    "trained": (lambda: packed(requires_grad=True), "4-bit weight that requires a gradient", "Freeze it"),
+    "float8": (lambda: nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn",
+               "FineGrainedFP8Config"),
+    "torchao": (lambda: made_of_two("torchao.quantization"), "an? Int8Tensor of torchao", "quantise the saved one"),
+    "unknown": (lambda: made_of_two("somebody.tensors"), "an? Int8Tensor of somebody", "before somebody wraps"),
+}  # fmt: skip
+"""A weight that no shard can hold: what it is, and words of the remedy for that cause alone."""
+
+
+@pytest.mark.parametrize("kind", REMEDIES)
+def test_weights_that_no_shard_can_hold_are_refused_as_what_they_are(kind: str) -> None:
+    weight, says, remedy = REMEDIES[kind]
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].weight = weight()
-    with pytest.raises(ModelError, match=f"0.weight is .*{says}.*train an adapter"):
+    with pytest.raises(ModelError, match=f"0.weight is .*{says}.*{remedy}") as caught:
         prepare_quantised(model)
+    others = {words for name, (_, _, words) in REMEDIES.items() if name not in (kind, "int8")}
+    assert not [words for words in others if words in str(caught.value)]
 
 
 @pytest.mark.parametrize("job", CONVERTED, ids=lambda job: job[1]["init"])
