@@ -121,8 +121,8 @@ class _Resolution:
         return self.changes[path][0] if path in self.changes else self.config.value_at(path)
 
     def explicit(self, path: str) -> bool:
-        """Whether the file or the launcher gives a value other than "auto"."""
-        return self.config.source_of(path).startswith(("file", "launcher"))
+        """Whether the file, the launcher or another tool's layout gives a value other than "auto"."""
+        return self.config.source_of(path).startswith(("file", "launcher", "layout"))
 
     def fill(self, path: str, value: object, origin: str) -> None:
         how = "absent" if self.config.source_of(path).split(" ")[0] in ("default", "absent") else "auto"

@@ -1,4 +1,4 @@
-"""Makes an hf_dist config from accelerate's YAML, or from the `fsdp` arguments of TrainingArguments."""
+"""Makes an hf_dist config from accelerate's YAML, the `fsdp` arguments of TrainingArguments, or those of an FSDP plugin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist.config.accelerate import DEEPSPEED_KEYS, put
+from hf_dist.config.foreign_layout import ACCELERATE, SHARES, STAGE, ForeignLayout, keys_of, whole
 from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.support import SUPPORT
 from hf_dist.errors import ConfigError, Problem
@@ -30,6 +31,11 @@ _NOT_NEEDED: Mapping[str, str] = {
     "forward_prefetch": "prefetching is built in",
     "limit_all_gathers": "prefetching is built in",
     "version": "there is one engine",
+    "transformer_cls_names_to_wrap": _FOUND_BY_ITSELF,
+    "ignored_modules": "every parameter is sharded; a frozen one costs no gradient",
+    "state_dict_config": "every checkpoint holds full HF weights and training state for any layout",
+    "optim_state_dict_config": "every checkpoint holds full HF weights and training state for any layout",
+    "param_init_fn": "weights are always loaded straight into the shards",
     "xla": "not for XLA devices",
 }
 _LAUNCHER = "stays with the launcher"
@@ -39,7 +45,6 @@ _LAUNCHER_KEYS = frozenset(
         *("deepspeed_exclusion_filter", "deepspeed_config_file"),
     }
 )
-_AXES = frozenset({"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"})
 _CONSUMED = frozenset(
     {
         *("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config", "mixed_precision"),
@@ -55,6 +60,15 @@ _OF_THE_LAUNCHER = frozenset(
     }
 )
 _TEMPLATE = re.compile(r"\$\{|\{\{|^<.*>$")
+
+
+_OF_FSDP = frozenset(
+    {
+        *("sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "activation_checkpointing"),
+        *("mixed_precision_policy", "cpu_ram_efficient_loading", *_NOT_NEEDED),
+    }
+)
+_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
 @dataclass
@@ -86,7 +100,7 @@ def from_accelerate(data: Mapping[str, object]) -> Conversion:
     if deepspeed or "deepspeed_config" in open_ones:
         _deepspeed_section(deepspeed, result)
     else:
-        machines, processes = (_whole(data.get(key), 1) for key in ("num_machines", "num_processes"))
+        machines, processes = (whole(data.get(key)) for key in ("num_machines", "num_processes"))
         _fsdp_section(fsdp, result, "fsdp_config.", processes // machines if machines > 1 else 0)
     _parallelism(data.get("parallelism_config"), result)
     _dynamo(data.get("dynamo_config"), result)
@@ -125,32 +139,42 @@ def _section(data: Mapping[str, object], name: str, notes: Mapping[str, str]) ->
     return section
 
 
-def _whole(value: Any, otherwise: int) -> int:
-    return int(value) if str(value).isdigit() and int(value) else otherwise
+def left_to_arguments() -> dict[str, Any]:
+    """A config that leaves batches, clipping and precision to the Trainer's arguments."""
+    return {**dict.fromkeys(_AUTO, "auto"), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+
+
+def has_fsdp_names(data: Mapping[str, object]) -> bool:
+    """Whether `data` holds the arguments of an FSDP plugin (or the Trainer's `fsdp_config`), and nothing else."""
+    return bool(data) and {str(key).removeprefix("fsdp_") for key in data} <= _OF_FSDP
 
 
 def _parallelism(section: object, result: Conversion) -> None:
-    """Convert sizes of axes: replicas of the shards (HSDP), parts of a matrix, parts of a sequence."""
+    """Convert accelerate's sizes of axes."""
     sizes = {}
     for written, value in section.items() if isinstance(section, Mapping) else ():
         key = str(written).removeprefix("parallelism_config_")
-        if key in _AXES:
-            sizes[key] = _whole(value, 1)
+        if key in ACCELERATE:
+            sizes[key] = value
         else:
             result.notes[f"parallelism_config.{written}"] = "not a key that is known here"
-    shard, tokens = sizes.get("dp_shard_size", 1), max(sizes.get("cp_size", 1), sizes.get("sp_size", 1))
-    if sizes.get("dp_replicate_size", 1) > 1:
-        if result.config.get(_ZERO, {}).get("stage") == 3 and shard * tokens > 1:
-            put(result.config, f"{_ZERO}.mics_shard_size", shard * tokens)
-        else:
-            reason = "left out: copies of the shards are for stage 3; below it every rank of the batch is one anyway"
-            result.notes["parallelism_config.dp_replicate_size"] = reason
-    elif shard > 1:
-        result.notes["parallelism_config.dp_shard_size"] = "follows from the number of ranks"
-    if sizes.get("tp_size", 1) > 1:
-        put(result.config, "tensor_parallel.autotp_size", sizes["tp_size"])
-    if tokens > 1:
-        put(result.config, "sequence_parallel_size", tokens)
+    put_layout(result, ForeignLayout.read("parallelism_config", sizes, ACCELERATE), "parallelism_config.")
+
+
+def put_layout(result: Conversion, layout: ForeignLayout, prefix: str) -> None:
+    """Write the sizes of another tool into the config; `prefix` precedes their names in the notes."""
+    stage = int(result.config.get(_ZERO, {}).get("stage", 0))
+    keys = keys_of(layout, stage)
+    stage = int(str(keys.get(STAGE, (stage, ""))[0]))
+    result.notes |= {f"{prefix}{name}": why for name, why in layout.unused.items()}
+    if "replicate" in layout.sizes and (stage < 3 or layout.size("shard") * layout.size("cp") == 1):
+        keys.pop(SHARES, None)
+        reason = "left out: copies of the shards are for stage 3; below it every rank of the batch is one anyway"
+        result.notes[prefix + layout.sizes["replicate"][1]] = reason
+    elif "shard" in layout.sizes and "replicate" not in layout.sizes:
+        result.notes[prefix + layout.sizes["shard"][1]] = "follows from the number of ranks"
+    for path, (value, _) in keys.items():
+        put(result.config, path, value)
 
 
 def _dynamo(section: object, result: Conversion) -> None:
@@ -165,7 +189,7 @@ def _dynamo(section: object, result: Conversion) -> None:
 
 def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, object]) -> Conversion:
     """Convert `--fsdp "full_shard auto_wrap offload"` and the content of the `--fsdp_config` file; precision is "auto"."""
-    result = Conversion({key: "auto" for key in _AUTO})
+    result = Conversion(left_to_arguments())
     options = fsdp.replace(",", " ").split()
     known = (*(name.lower() for name in _SHARDING), "offload", "auto_wrap", "hybrid_shard_zero2", "true")
     for option in options:
@@ -181,7 +205,6 @@ def from_fsdp_arguments(fsdp: str, fsdp_config: Mapping[str, object]) -> Convers
     if "auto_wrap" in options:
         section["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     _fsdp_section(section, result, "fsdp_config.", 0)
-    result.config["fp16"] = result.config["bf16"] = {"enabled": "auto"}
     return result
 
 
@@ -215,14 +238,16 @@ def _fsdp_section(section: Mapping[str, object], result: Conversion, prefix: str
         key, name = written.removeprefix("fsdp_"), f"{prefix}{written}"
         if key in ("sharding_strategy", "reshard_after_forward"):
             _sharding(value, zero, result, name, per_machine)
-        elif key == "offload_params":
-            if _is_on(value):
+        elif key in ("offload_params", "cpu_offload"):
+            if any(map(is_on, value.values() if isinstance(value, Mapping) else (value,))):
                 zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}
         elif key == "activation_checkpointing":
-            if _is_on(value):
+            if is_on(value):
                 put(result.config, "activation_checkpointing.every_n_layers", 1)
         elif key == "cpu_ram_efficient_loading":
-            put(result.config, "hf_dist.lazy_load", _is_on(value))
+            put(result.config, "hf_dist.lazy_load", is_on(value))
+        elif key == "mixed_precision_policy":
+            _precision(value, result, name)
         elif key.startswith("xla"):
             result.notes[name] = _NOT_NEEDED["xla"]
         elif key in _NOT_NEEDED:
@@ -234,6 +259,15 @@ def _fsdp_section(section: Mapping[str, object], result: Conversion, prefix: str
     if zero["stage"] == 0 and "offload_optimizer" in zero:
         del zero["offload_optimizer"]
         result.notes[f"{prefix}offload_params"] = "left out: every rank would offload all of it; use stage 1, 2 or 3"
+
+
+def _precision(value: object, result: Conversion, name: str) -> None:
+    """Convert the dtype of parameters, alone or in an object; gradients are always reduced in fp32."""
+    text = str(value.get("param_dtype", "") if isinstance(value, Mapping) else value).removeprefix("torch.").lower()
+    if text in _DTYPES:
+        result.config[_DTYPES[text]] = {"enabled": True}
+    elif text not in ("", "none", "no", "float32", "fp32"):
+        result.notes[name] = f"{text} is not available; bf16 is"
 
 
 def _sharding(value: object, zero: dict[str, object], result: Conversion, name: str, per_machine: int) -> None:
@@ -254,5 +288,6 @@ def _sharding(value: object, zero: dict[str, object], result: Conversion, name: 
         raise ConfigError(Problem(name, str(value), "has no counterpart", fix))
 
 
-def _is_on(value: object) -> bool:
+def is_on(value: object) -> bool:
+    """Whether a value, also as a text, says yes."""
     return str(value).strip().lower() in ("true", "1", "yes")

@@ -58,7 +58,7 @@ class Provenance:
     notes: tuple[Note, ...] = ()
     """Accepted keys that change nothing."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """JSON path -> "file", "launcher <- X", "auto <- X" or "absent <- X"; a path that is missing has its default."""
+    """JSON path -> "file", "launcher <- X", "layout <- X", "auto <- X", "absent <- X"; without a path: its default."""
     spelled: Mapping[str, str] = field(default_factory=dict)
     """Canonical JSON path of a key or section -> the alias that the user wrote."""
 
@@ -146,7 +146,7 @@ class DistConfig(Frozen):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """JSON path -> "file", "launcher <- X", "auto <- X" or "absent <- X" for values that are not defaults."""
+        """JSON path -> "file", "launcher <- X", "layout <- X", "auto <- X", "absent <- X", for values that are no defaults."""
         return self._provenance.sources
 
     @property

@@ -24,6 +24,7 @@ from hf_dist.config import (
     load_config,
     resolve,
 )
+from hf_dist.config.foreign_layout import keys_of
 from hf_dist.dist import collectives, excepthook, watchdog
 from hf_dist.dist.collective_guard import every_rank
 from hf_dist.dist.launch import detect_launch
@@ -37,6 +38,7 @@ from hf_dist.hf.accelerator_options import check_options
 from hf_dist.hf.clipping import ClippingMixin
 from hf_dist.hf.counting_losses import let_losses_count_once
 from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
+from hf_dist.hf.distributed_config import asked_layout, take_while_alive
 from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_scheduler
 from hf_dist.hf.evaluation import ShorterBatch, count_rows
 from hf_dist.hf.gathers import GathersMixin
@@ -44,7 +46,7 @@ from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.local_sgd import let_local_sgd_work
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer, set_beside
-from hf_dist.hf.parallelism import given_parallelism, with_parallelism
+from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
 from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.scheduler import DataRankScheduler
@@ -88,18 +90,35 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
         watchdog.start(read.hf_dist.stall_report_seconds)
-        asked = read
-        read = loop_config.without_trainer(read, self.gradient_accumulation_steps)
-        sources = AutoSources(
-            data_world_size=axes_of(read, self.num_processes).size("data"),
-            bf16=False,
-            fp16=False,
-            launcher_precision=str(wanted),
-        )
-        self._init_dist(resolve(read, sources), TrainingLoop())
-        self._asked = asked  # `_init_dist` has set it to the resolved config
+        self._launcher_precision = str(wanted)
+        self._read(read)
+        take_while_alive(self)
         if read.hf_dist.lazy_load:
             stream_while_alive(self)
+
+    def _read(self, asked: DistConfig) -> None:
+        """Follow a config, as read, in a loop without a Trainer."""
+        config = loop_config.without_trainer(asked, self.gradient_accumulation_steps)
+        sources = AutoSources(
+            data_world_size=axes_of(config, int(self.state.num_processes)).size("data"),
+            bf16=False,
+            fp16=False,
+            launcher_precision=self._launcher_precision,
+        )
+        self._init_dist(resolve(config, sources), TrainingLoop())
+        self._asked = asked  # `_init_dist` has set it to the resolved config
+
+    def _follow(self, model: nn.Module) -> None:
+        """Take over the layout that `model` was loaded with (`DistributedConfig`), unless the axes of the job are in use."""
+        layout = asked_layout(model)
+        wanted = self._asked if layout is None else with_layout(self._asked, layout)
+        if layout is None or all(wanted.value_at(path) == self._asked.value_at(path) for path in wanted.sources):
+            return
+        if self._mesh is not None or self._dataloaders or self.around.own_model is not None:
+            keys = ", ".join(keys_of(layout, wanted.zero_optimization.stage))
+            problem = f"came with {type(model).__name__}, when other parts of the job were prepared already"
+            raise ConfigError(Problem(layout.tool, "", problem, f"Write {keys} in the JSON as well."))
+        self._read(wanted)
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, config: DistConfig, around: TrainingLoop) -> DistAccelerator:
@@ -212,6 +231,9 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """Shard models, bind optimizers to them, wrap loaders and schedulers. Returns them in the given order. Collective."""
         if self._micro_batch is None:
             self._micro_batch = loop_config.micro_batch(args, self.num_processes if self.split_batches else 1)
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                self._follow(obj)
         ready: dict[int, Any] = {}
         # Models before optimizers: an optimizer steps the fragments of a sharded model.
         for obj in args:
@@ -248,6 +270,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
         let_vllm_gather()
         let_trl_read_heads()
+        self._follow(model)
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
         if known is not None:
             if evaluation_mode:

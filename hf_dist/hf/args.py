@@ -23,14 +23,17 @@ from hf_dist.config import (
     with_disagreements,
     with_elastic_batch,
 )
+from hf_dist.config.convert import left_to_arguments
+from hf_dist.config.foreign_layout import ForeignLayout, keys_of
 from hf_dist.config.sources import splits_batches
 from hf_dist.dist import excepthook, watchdog
 from hf_dist.dist.launch import detect_launch
 from hf_dist.dist.mesh import prepare_start
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.distributed_config import take_while_alive
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
-from hf_dist.hf.parallelism import given_parallelism, with_parallelism
+from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
 from hf_dist.hf.signatures import show_stock
 from hf_dist.log import say_once
 
@@ -73,6 +76,8 @@ class DistArgsMixin:
     """Whether `world_size` is that of the job."""
     speaks_alone = False
     """Whether HF's gather helpers treat this process as the only one."""
+    _layout = _NOT_GIVEN
+    """The layout that the trained model was loaded with."""
 
     def __post_init__(self) -> None:
         deepspeed = getattr(self, "deepspeed", None)
@@ -107,6 +112,7 @@ class DistArgsMixin:
         asked: Any = self
         config = with_parallelism(config, given_parallelism(asked.parallelism_config))
         asked.parallelism_config = None
+        config = config if self._layout is None else with_layout(config, self._layout)
         _choose_hardware(self)
         prepare_start()
         self._dist = config  # `world_size` below needs it: TRL's GRPO counts its batches with it
@@ -114,18 +120,36 @@ class DistArgsMixin:
         watchdog.start(config.hf_dist.stall_report_seconds)  # before the mesh: scripts tokenise and load data first
         self._take_over(config)
 
+    def follow(self, layout: ForeignLayout) -> None:
+        """Take over the layout that a model was loaded with (`DistributedConfig`), without a config also as the config.
+
+        Raises `ConfigError` if the file says another size, or if the arguments have already counted batches by data ranks.
+        """
+        own: Any = self
+        before, self._layout = self.world_size, layout
+        if self._dist is None:
+            own.dist_config = left_to_arguments()
+            vars(self).pop("_setup_devices", None)  # which HF keeps, from a start without hf_dist
+            self.__post_init__()
+        else:
+            self._resolve(with_layout(own._read, layout))
+        if hasattr(self, "num_generations") and self.world_size != before:
+            keys = ", ".join(keys_of(layout, own._dist.zero_optimization.stage))
+            problem = (
+                f"came with the model, after {type(self).__name__} had counted its batches over {before} data ranks"
+            )
+            raise ConfigError(Problem(layout.tool, "", problem, f"Write {keys} in the JSON as well."))
+
     def _take_over(self, config: DistConfig) -> None:
         """Resolve the values that TrainingArguments know. From here on hf_dist handles mixed precision."""
         arguments: Any = self
-        wanted = arguments.mixed_precision
-        arguments._dist = config  # `world_size` reads it
-        _take_elastic_batch(arguments, config)
-        sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
-        arguments._dist = resolve(config, replace(sources, launcher_precision=wanted))
+        arguments._read, arguments._wanted_precision = config, arguments.mixed_precision
+        self._resolve(config)
         report_to_monitors(arguments._dist, self)
         # Weights are in the compute dtype: no autocast around forward, no GradScaler in accelerate.
         arguments.mixed_precision = "no"
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        take_while_alive(self)
         if config.hf_dist.lazy_load:
             stream_while_alive(self)
         if getattr(arguments, "enable_jit_checkpoint", False) and config.hf_dist.save_on_signal:
@@ -135,6 +159,14 @@ class DistArgsMixin:
             )
         if arguments.n_gpu > 1:  # plain `python` on a machine with several GPUs: use one rank, never nn.DataParallel
             arguments._n_gpu = 1
+
+    def _resolve(self, config: DistConfig) -> None:
+        """Set `dist` to `config` with these arguments' values."""
+        arguments: Any = self
+        arguments._dist = config  # `world_size` reads it
+        _take_elastic_batch(arguments, config)
+        sources = AutoSources.from_training_arguments(arguments, data_world_size=arguments.world_size)
+        arguments._dist = resolve(config, replace(sources, launcher_precision=arguments._wanted_precision))
 
     @property
     def parallel_mode(self) -> Any:

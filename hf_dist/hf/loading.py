@@ -8,8 +8,7 @@ Source of the hook: transformers/modeling_utils.py, `PreTrainedModel._load_pretr
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +20,11 @@ from hf_dist.checkpoint.recording import RecordedTensor, read_whole, recorded
 from hf_dist.checkpoint.safetensors_source import SafetensorsFile
 from hf_dist.engine.ddp_compat import give_ddp_whole_weights
 from hf_dist.hf.dequantise import dequantised_as_read, dequantises
+from hf_dist.hf.stock_hook import StockHook
 from hf_dist.log import say_once
 from hf_dist.sharding.lazy import LazyWeight
 
 __all__ = ["from_pretrained", "stream_while_alive", "streaming"]
-
-_HOOK = "_load_pretrained_model"
-_stock: Any = None  # transformers' static method, while `_load` replaces it
-_users = 0
 
 
 def from_pretrained(model_class: Any, *args: object, **kwargs: object) -> Any:
@@ -46,34 +42,21 @@ def from_pretrained(model_class: Any, *args: object, **kwargs: object) -> Any:
 @contextmanager
 def streaming() -> Iterator[None]:
     """Inside, every `from_pretrained` of this process streams its weights."""
-    _begin()
+    _begin(_HOOK.begin)
     try:
         yield
     finally:
-        _end()
+        _HOOK.end()
 
 
 def stream_while_alive(owner: object) -> None:
     """Make every `from_pretrained` of this process stream until `owner` (training arguments) is garbage-collected."""
-    _begin()
-    weakref.finalize(owner, _end).atexit = False
+    _begin(lambda: _HOOK.while_alive(owner))
 
 
-def _begin() -> None:
-    global _users, _stock
+def _begin(begin: Callable[[], None]) -> None:
     give_ddp_whole_weights()
-    if _users == 0:
-        _stock = PreTrainedModel.__dict__[_HOOK]
-        setattr(PreTrainedModel, _HOOK, staticmethod(_load))
-    _users += 1
-
-
-def _end() -> None:
-    global _users
-    _users -= 1
-    # If other code has wrapped `_load` meanwhile, `_load` stays in place and calls the stock loader.
-    if _users == 0 and getattr(PreTrainedModel.__dict__[_HOOK], "__func__", None) is _load:
-        setattr(PreTrainedModel, _HOOK, _stock)
+    begin()
 
 
 def _load(
@@ -84,11 +67,11 @@ def _load(
     expected_keys: object = None,
 ) -> object:
     """Stands in for `PreTrainedModel._load_pretrained_model`; same arguments and result."""
-    stock = _stock.__func__
+    stock = _HOOK.stock
     arguments: tuple[object, ...] = (model, state_dict, checkpoint_files, load_config)
     if expected_keys is not None:  # transformers before 5.4 has no such argument
         arguments = (*arguments, expected_keys)
-    if _users == 0:
+    if _HOOK.users == 0:
         return stock(*arguments)
     reason = _reason_not_to_stream(model, state_dict, checkpoint_files, load_config, expected_keys)
     if reason is None:
@@ -150,3 +133,6 @@ def _adopt(path: str, module: nn.Module) -> None:
             value = read_whole(buffer)
             value._is_hf_initialized = True  # type: ignore[attr-defined]
             module._buffers[name] = value
+
+
+_HOOK = StockHook(PreTrainedModel, "_load_pretrained_model", _load, staticmethod)

@@ -1,10 +1,8 @@
-"""accelerate's `ParallelismConfig` as keys of the JSON: the same sizes, run by this engine.
+"""Another tool's layout as keys of the JSON: the same sizes, run by this engine.
 
-    cp_size, sp_size                     sequence_parallel_size
-    dp_shard_size with dp_replicate      zero_optimization.mics_shard_size (includes the ranks of a sequence)
-
-The `ParallelismConfig` is then removed, because accelerate would require FSDP2 or the deepspeed package. Source: accelerate
+accelerate's `ParallelismConfig` is removed, because accelerate would require FSDP2 or the deepspeed package. Source: accelerate
 1.15 `parallelism_config.py`, and the variables that `accelerate launch --use_parallelism_config` exports.
+transformers' `DistributedConfig` comes with a model (`distributed_config.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +10,14 @@ from __future__ import annotations
 import os
 
 from hf_dist.config import DistConfig
+from hf_dist.config.foreign_layout import ACCELERATE, SEQUENCE, ForeignLayout, keys_of
+from hf_dist.config.values import is_auto, shown
+from hf_dist.dist.launch import detect_launch
 from hf_dist.errors import ConfigError, Problem
 
-__all__ = ["given_parallelism", "with_parallelism"]
+__all__ = ["given_parallelism", "with_layout", "with_parallelism"]
 
 _SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_CP, _SHARD = "sequence_parallel_size", "zero_optimization.mics_shard_size"
 
 
 def given_parallelism(given: object) -> object:
@@ -31,29 +31,38 @@ def given_parallelism(given: object) -> object:
 
 
 def with_parallelism(config: DistConfig, given: object) -> DistConfig:
-    """`config` with the sizes of `given`. Raises `ConfigError` if the file says another size, or the engine lacks the axis."""
-    if given is None:
-        return config
+    """`config` with the sizes of a `ParallelismConfig`, or of None. Raises as `with_layout`."""
+    sizes = {name: getattr(given, name, None) for name in ACCELERATE}
+    return with_layout(config, ForeignLayout.read("parallelism_config", sizes, ACCELERATE))
 
-    def size(name: str) -> int:
-        return int(getattr(given, name, None) or 1)
 
-    wanted: dict[str, tuple[int, str]] = {}
-    for name in ("cp_size", "sp_size"):
-        if size(name) > 1:
-            wanted[_CP] = (size(name), name)
-    if size("dp_replicate_size") > 1 and config.zero_optimization.stage == 3:
-        among = size("dp_shard_size") * size("cp_size") * size("sp_size")
-        wanted[_SHARD] = (among, f"dp_shard_size {size('dp_shard_size')}")
-    if size("tp_size") > 1:
-        wanted["tensor_parallel.autotp_size"] = (size("tp_size"), "tp_size")
+def with_layout(config: DistConfig, layout: ForeignLayout) -> DistConfig:
+    """`config` with the sizes of `layout`. Raises `ConfigError` if the file says another size, or the job has too few ranks."""
     problems, changes = [], {}
-    for path, (value, name) in wanted.items():
+    for path, (value, name) in keys_of(layout, config.zero_optimization.stage).items():
         written = config.value_at(path)
-        if config.source_of(path) == "file" and written != value:
-            expected = f"is not {value}, which parallelism_config asks for ({name})"
-            problems.append(Problem(path, str(written), expected, "Keep one of the two.", file=config.at_line(path)))
-        changes[path] = (value, f"auto <- parallelism_config.{name.split()[0]}")
+        if config.source_of(path) == "file" and written != value and not is_auto(written):
+            expected = f"is not {shown(value)}, which {layout.tool} asks for ({name})"
+            problems.append(Problem(path, shown(written), expected, "Keep one of the two.", file=config.at_line(path)))
+        changes[path] = (value, f"layout <- {layout.tool}.{name.split()[0]}")
+    result = config.replaced(changes)
+    if not problems and layout.shards_weights and layout.size("shard") * layout.size("replicate") > 1:
+        problems = _other_number_of_ranks(result, layout)
     if problems:
         raise ConfigError(problems)
-    return config.replaced(changes)
+    return result
+
+
+def _other_number_of_ranks(config: DistConfig, layout: ForeignLayout) -> list[Problem]:
+    """A layout that says how many ranks shard is one of the whole job, but for axes that the file alone names."""
+    processes = detect_launch().world_size
+    ranks = layout.size("shard") * layout.size("replicate")
+    for path in ("tensor_parallel.autotp_size", "pipeline.stages", SEQUENCE):
+        ranks *= int(config.value_at(path))
+    if ranks == processes:
+        return []
+    said = " x ".join(f"{name} {size}" for axis, (size, name) in layout.sizes.items() if axis != "ep")
+    fix = f"Start {ranks} processes, or change a size."
+    return [
+        Problem(layout.tool, said, f"spans {ranks} ranks with the keys of the file, and the job has {processes}", fix)
+    ]

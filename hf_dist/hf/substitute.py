@@ -17,6 +17,7 @@ from hf_dist.config import LauncherSettings
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.args import DistTrainingArguments, config_from_environment
 from hf_dist.hf.deepspeed_config import HfDeepSpeedConfig
+from hf_dist.hf.distributed_config import take_always
 from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 
@@ -38,6 +39,7 @@ def substitute() -> None:
     `accelerate.Accelerator` is replaced only if HF_DIST_CONFIG or `accelerate launch` names a config, because a script without
     a Trainer has no other place for one. The Trainer creates the stock accelerator, which is then adopted.
     """
+    take_always()
     # Not the name imported above: transformers replaces its module object when the first class is loaded.
     package = sys.modules["transformers"]
     for stock, ours in _STOCK.items():

@@ -27,6 +27,7 @@ from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.counts import parameter_count
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left, without_repeated_rows
+from hf_dist.hf.distributed_config import asked_layout
 from hf_dist.hf.evaluation import (
     compares_rows,
     each_batch_by_itself,
@@ -46,6 +47,7 @@ from hf_dist.log import warn_once
 from hf_dist.optim.build import optimizer_for
 from hf_dist.optim.schedules import build_scheduler
 from hf_dist.planning.out_of_memory import explained, shape_of
+from hf_dist.sharding.wrapped import refuse_wrapped
 from hf_dist.tensors import pytree
 
 
@@ -78,6 +80,11 @@ class DistTrainerMixin(
 
     def create_accelerator_and_postprocess(self) -> None:
         """HF creates its accelerator and this adopts it, so references that other objects took to it stay valid."""
+        layout = asked_layout(self.model)
+        if layout is not None and isinstance(self.args, DistArgsMixin):
+            self.args.follow(layout)
+        if self.dist is not None and self.model is not None:
+            refuse_wrapped(self.model)  # here, because HF refuses settings of such a model that are not to blame
         super().create_accelerator_and_postprocess()
         if self.dist is None:
             if isinstance(self.args, DistArgsMixin) and self.accelerator.num_processes > 1:

@@ -223,9 +223,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "streaming ends for everybody when the first of two owners goes",
-        "hf/loading.py",
-        'if _users == 0 and getattr(PreTrainedModel.__dict__[_HOOK], "__func__", None) is _load:',
-        'if getattr(PreTrainedModel.__dict__[_HOOK], "__func__", None) is _load:',
+        "hf/stock_hook.py",
+        "        self.users -= 1\n        if self.users == 0:\n",
+        "        self.users -= 1\n        if True:\n",
         ("loading/test_user_code.py",),
     ),
     Mutant(

@@ -23,7 +23,8 @@ from hf_dist.config import (
     shown,
     with_disagreements,
 )
-from hf_dist.config.convert import Conversion, from_accelerate, from_fsdp_arguments
+from hf_dist.config.convert import Conversion, from_fsdp_arguments
+from hf_dist.config.convert_recipes import from_any
 from hf_dist.config.json_schema import json_schema
 from hf_dist.config.meaning import meaning, sentences
 from hf_dist.config.unknown import at
@@ -104,13 +105,18 @@ def schema() -> None:
 @app.command()
 def convert(
     source: Annotated[
-        Path | None, typer.Argument(help="The YAML that `accelerate config` wrote.", show_default=False)
+        Path | None, typer.Argument(help="accelerate's YAML, or another tool's file.", show_default=False)
     ] = None,
     fsdp: Annotated[str | None, typer.Option(help='The value of --fsdp, e.g. "full_shard auto_wrap".')] = None,
     fsdp_config: Annotated[Path | None, typer.Option(help="The JSON of --fsdp_config.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write; default: print.", show_default=False)] = None,
 ) -> None:
-    """Create a config from accelerate's YAML (deepspeed_config or fsdp_config), or from the Trainer's fsdp arguments."""
+    """Create a config from accelerate's YAML, the Trainer's fsdp arguments, or the layout keys of another tool's file.
+
+    Read, by their keys: accelerate's YAML (deepspeed_config or fsdp_config), the arguments of an FSDP plugin, transformers'
+    DistributedConfig (its JSON, or a config.json with that section), torchtitan's TOML, Axolotl's YAML. What has no
+    counterpart is listed.
+    """
     conversion = _converted(source, fsdp, fsdp_config)
     text = _as_json(conversion.config)
     if output is None:
@@ -168,19 +174,37 @@ def _is_section(config: DistConfig, path: str) -> bool:
 
 def _converted(source: Path | None, fsdp: str | None, fsdp_config: Path | None) -> Conversion:
     if (source is None) == (fsdp is None):
-        raise ConfigError(Problem("convert", "", "needs the YAML of accelerate or --fsdp", "Pass one of the two."))
+        raise ConfigError(Problem("convert", "", "needs a file of another tool or --fsdp", "Pass one of the two."))
     if source is None:
-        section = {} if fsdp_config is None else json.loads(fsdp_config.read_text(encoding="utf-8"))
+        section = {} if fsdp_config is None else _other_file(fsdp_config)
         return from_fsdp_arguments(str(fsdp), section)
+    return from_any(_other_file(source))
+
+
+def _other_file(source: Path) -> dict[str, Any]:
+    """The content of a YAML, JSON or TOML file."""
     import yaml
 
     try:
-        data = yaml.safe_load(source.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = source.read_text(encoding="utf-8")
+        data = _toml(text) if source.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:  # a TOMLDecodeError is a ValueError
         raise ConfigError(Problem("source", str(source), f"cannot be read: {error}", "")) from None
     if not isinstance(data, dict):
-        raise ConfigError(Problem("source", str(source), "is not a YAML mapping", "Pass what accelerate wrote."))
-    return from_accelerate(data)
+        raise ConfigError(
+            Problem("source", str(source), "is not a mapping", "Pass the file of accelerate or a recipe.")
+        )
+    return data
+
+
+def _toml(text: str) -> object:
+    if sys.version_info < (3, 11):
+        raise ConfigError(
+            Problem("source", "", "is TOML, which Python reads since 3.11", "Convert it with a newer Python.")
+        )
+    import tomllib
+
+    return tomllib.loads(text)
 
 
 def _as_json(data: object) -> str:
