@@ -62,9 +62,10 @@ def every_rank(mesh: ParallelMesh, name: str) -> None:
 def _gathered(axis: MeshAxis, called: str) -> list[str]:
     text = called.encode()[:_NBYTES]
     rows, work = collectives.begin_gather(axis, text + bytes(_NBYTES - len(text)))
-    while not work.is_completed():
-        _pause(called)
-    work.wait()
+    with collectives.waiting():
+        while not work.is_completed():
+            _pause(called)
+        work.wait()
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 

@@ -14,7 +14,8 @@ On NCCL, a half-precision mean is a sum followed by our own division (`_mean_of`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -66,12 +67,14 @@ class Handle:
         # Idempotent: several owners of a buffer wait for the same handle, and `finish` may divide in place.
         works, finish, self._works, self._finish = self._works, self._finish, [], None
         for work in works:
-            work.wait() if isinstance(work, Handle) else _block_on(work)
+            work.wait() if isinstance(work, Handle) else block_on(work)
         if finish is not None:
             finish()
 
 
 _wait_seconds = 0.0
+_waits_for_core = 0.0
+_core_delay: Callable[[], float] = lambda: 0.0
 
 
 def wait_seconds() -> float:
@@ -79,12 +82,33 @@ def wait_seconds() -> float:
     return _wait_seconds
 
 
-def _block_on(work: Any) -> None:
-    global _wait_seconds
-    start = time.perf_counter()
-    with named("wait for a collective"):
+def split_waits(core_delay: Callable[[], float]) -> None:
+    """From now on count which part of the waits was for a core, by `core_delay()`: seconds of the waiting thread so far."""
+    global _core_delay
+    _core_delay = core_delay
+
+
+def waits_for_core() -> float:
+    """The seconds of `wait_seconds` in which this process could have gone on, and had no processor core."""
+    return _waits_for_core
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time inside as blocked in waits. Not around calls that count theirs. Local."""
+    global _wait_seconds, _waits_for_core
+    start, delay = time.perf_counter(), _core_delay()
+    try:
+        yield
+    finally:
+        _wait_seconds += time.perf_counter() - start
+        _waits_for_core += _core_delay() - delay
+
+
+def block_on(work: Any) -> None:
+    """Wait for a work of torch, and count the time."""
+    with waiting(), named("wait for a collective"):
         work.wait()
-    _wait_seconds += time.perf_counter() - start
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -288,7 +312,7 @@ def shift(axis: MeshAxis, sent: torch.Tensor, received: torch.Tensor) -> Handle:
         works.append(dist.irecv(host, group=axis.group, group_src=source))
         # Both before the copy: the receive fills `host` in the background.
         for work in works:
-            _block_on(work)
+            block_on(work)
         received.copy_(host)
         return Handle([])
     if _is_gloo(axis.group):
@@ -309,10 +333,11 @@ def broadcast(axis: MeshAxis, tensor: torch.Tensor, source: int = 0) -> None:
     if group is None:
         return
     count("broadcast", axis, tensor.numel() * tensor.element_size() if axis.rank == source else 0)
-    if _is_gloo(group) and tensor.is_cuda:
-        _through_host(tensor, lambda host: dist.broadcast(host, group=group, group_src=source))
-    else:
-        dist.broadcast(tensor, group=group, group_src=source)
+    with waiting():
+        if _is_gloo(group) and tensor.is_cuda:
+            _through_host(tensor, lambda host: dist.broadcast(host, group=group, group_src=source))
+        else:
+            dist.broadcast(tensor, group=group, group_src=source)
 
 
 @in_range
@@ -326,10 +351,11 @@ def transfer(axis: MeshAxis, tensor: torch.Tensor, source: int, target: int) -> 
     sends = axis.rank == source
     count("transfer", axis, tensor.numel() * tensor.element_size() if sends else 0)
     wire = tensor if _is_gloo(axis.group) else tensor.cuda()  # NCCL carries GPU memory only
-    if sends:
-        dist.send(wire, group=axis.group, group_dst=target)
-        return
-    dist.recv(wire, group=axis.group, group_src=source)
+    with waiting():
+        if sends:
+            dist.send(wire, group=axis.group, group_dst=target)
+            return
+        dist.recv(wire, group=axis.group, group_src=source)
     if wire is not tensor:
         tensor.copy_(wire)
 
@@ -342,7 +368,8 @@ def all_gather_object(axis: MeshAxis, item: object) -> list[Any]:
     # A pickle of each rank's length: torch sends the lengths first, so these are two collectives.
     count_start()
     items: list[object] = [None] * axis.size
-    dist.all_gather_object(items, item, group=axis.group)
+    with waiting():
+        dist.all_gather_object(items, item, group=axis.group)
     return items
 
 
@@ -366,7 +393,7 @@ def gather_rows(axis: MeshAxis, row: bytes) -> list[bytes]:
     if not _is_gloo(axis.group):
         return all_gather_object(axis, row)
     rows, work = begin_gather(axis, row)
-    work.wait()
+    block_on(work)
     return [bytes(found.tolist()) for found in rows]
 
 
@@ -377,7 +404,8 @@ def broadcast_object(axis: MeshAxis, item: object, source: int = 0) -> Any:
         return item
     count_start()
     items = [item]
-    dist.broadcast_object_list(items, group=axis.group, group_src=source)
+    with waiting():
+        dist.broadcast_object_list(items, group=axis.group, group_src=source)
     return items[0]
 
 
@@ -386,7 +414,8 @@ def barrier(axis: MeshAxis) -> None:
     """Wait until every rank of `axis` has called it. Collective, blocking."""
     if axis.group is not None:
         count_start()
-        dist.barrier(group=axis.group)
+        with waiting():
+            dist.barrier(group=axis.group)
 
 
 def _through_host(tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> Handle:

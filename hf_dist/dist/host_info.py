@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,20 @@ def available_nbytes(root: Path = _CGROUP, proc: Path = _PROC) -> int | None:
                 cached = re.search(rf"^{cache} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
                 available = min(available, max(int(most) - int(now) + (int(cached[1]) if cached else 0), 0))
     return available
+
+
+class CoreDelay:
+    """How long the thread that creates it was ready to run and had no processor core: other programs had them."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):  # no Linux, or a kernel without these numbers
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def seconds(self) -> float:
+        """Since the thread began; 0 where the kernel does not say. Any thread may ask, about 2 microseconds."""
+        return 0.0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
 
 
 def process_state(pid: int) -> str:

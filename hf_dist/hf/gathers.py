@@ -76,7 +76,8 @@ class GathersMixin:
         if self.shorter_batch.is_here(self.gradient_state):
             tensor = even_rows(self._data, tensor)
         if not self._own_gathers:
-            return super().gather(tensor)  # type: ignore[misc]
+            with collectives.waiting():
+                return super().gather(tensor)  # type: ignore[misc]
         return recursively_apply(self._gather, tensor, error_on_other_type=True)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:

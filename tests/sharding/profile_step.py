@@ -67,7 +67,7 @@ def install(clock: Clock) -> None:
     clock.wrap(WindowGradient, "add", "gradients: copy into the flat buffer")
     clock.wrap(FlatGroup, "reduce", "gradients: cast for the wire, sends posted")
     clock.wrap(collectives.Handle, "wait", "gradients: sum of what arrived")
-    clock.wrap(collectives, "_block_on", "waiting for collectives")
+    clock.wrap(collectives, "block_on", "waiting for collectives")
     clock.wrap(window, "summarize_gradients", "norm")
     clock.wrap(window, "scale_gradients", "clipping")
     clock.wrap(FragmentedOptimizer, "step", "optimizer")

@@ -7,10 +7,22 @@ the process group's timeout (`ddp_timeout`, half an hour). A launcher that does 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from hf_dist.dist.watchdog.report import Status
 
-__all__ = ["Departure"]
+__all__ = ["Departure", "Told"]
+
+
+class Told(Protocol):
+    """What hears the signals of this process."""
+
+    last: Callable[[], str]
+    """The name of the newest checkpoint, or ""."""
+
+    def heard_to_end(self) -> bool:
+        """Whether SIGTERM has come."""
 
 
 class Departure:

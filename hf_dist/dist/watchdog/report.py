@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from typing import Any
 
 from hf_dist.dist.excepthook import only_followed
 from hf_dist.dist.collective_guard import REMEDY
@@ -29,6 +30,10 @@ class Status:
     location: Location = field(default_factory=Location)
     rss: int = 0
     """Resident host memory of the process in bytes."""
+    totals: list[dict[str, Any]] = field(default_factory=list)
+    """What `own_time.OwnTime` keeps."""
+    stage: int = 0
+    """Pipeline stage: only ranks of one stage do the same work."""
     told: float = -1.0
     """Seconds since the process received SIGTERM; negative if it has not."""
     silent: float = 0.0

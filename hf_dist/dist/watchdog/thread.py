@@ -11,14 +11,16 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
+from hf_dist import log
 from hf_dist.dist import (comm_counter, excepthook, host_info, mesh, collective_guard,)
 from hf_dist.dist.launch import detect_launch
-from hf_dist.dist.watchdog.departure import Departure
+from hf_dist.dist.watchdog.departure import Departure, Told
 from hf_dist.dist.watchdog.location import Location, find_location
+from hf_dist.dist.watchdog.own_time import OwnTime
 from hf_dist.dist.watchdog.report import (
     Status,
     called_alone,
@@ -29,9 +31,10 @@ from hf_dist.dist.watchdog.report import (
     unheeded,
     who_is_late,
 )
+from hf_dist.dist.watchdog.slow_rank import SlowRanks
 from hf_dist.dist.watchdog.wire import Collector, Sender
 
-__all__ = ["STOPPED", "obey", "start", "watch"]
+__all__ = ["STOPPED", "end_window", "obey", "start", "verdict", "watch"]
 
 STOPPED = 75
 """Exit code of a job that a signal has ended and that may be started again: EX_TEMPFAIL of sysexits.h."""
@@ -76,14 +79,16 @@ def watch(engine: object) -> None:
         _watchdog.introduce()
 
 
-class Told(Protocol):
-    """What hears the signals of this process."""
+def end_window(step: int, own: Mapping[str, float], *, wall: float, mixed: float = 0.0) -> None:
+    """A log window of `wall` seconds has ended after `step` optimizer steps. `own`: phase -> seconds without waits for other
+    ranks; `mixed`: seconds that may hold some. Every rank calls it at the same steps. Local."""
+    if _watchdog is not None:
+        _watchdog.own_time.add(step, own, wall=wall, mixed=mixed)
 
-    last: Callable[[], str]
-    """The name of the newest checkpoint, or ""."""
 
-    def heard_to_end(self) -> bool:
-        """Whether SIGTERM has come."""
+def verdict() -> str:
+    """What is wrong with the job, as far as this rank judges: who is late, or who has ended; "" if nothing is. Local."""
+    return "" if _watchdog is None else _watchdog.verdict
 
 
 def obey(told: Told) -> None:
@@ -119,9 +124,12 @@ class Watchdog(threading.Thread):
         self._seen: tuple[Any, ...] = ()
         self._since = time.monotonic()
         self._departure = Departure()
+        self._report = ""
         self._goodbyes: set[int] = set()
         self._next_report = 0.0
         self._stalled_at: float | None = None
+        self.own_time = OwnTime(self.tick)
+        self._slow = SlowRanks()
         self._kills = host_info.memory_kills()
         self._stop = threading.Event()
         self._sending = threading.Lock()
@@ -136,6 +144,11 @@ class Watchdog(threading.Thread):
             excepthook.same_error_with(self._first_at)
         atexit.register(self.leave, "")
         os.register_at_fork(after_in_child=self._close)  # a data loader's worker would keep the connections open
+
+    @property
+    def verdict(self) -> str:
+        """The head of the last report, while it holds, or which rank has ended."""
+        return self._departure.reason or "; ".join(line.strip() for line in self._report.splitlines()[:2])
 
     @property
     def tick(self) -> float:
@@ -194,6 +207,8 @@ class Watchdog(threading.Thread):
             still=still,
             location=location,
             rss=host_info.resident_nbytes(),
+            totals=self.own_time.totals,
+            stage=max((e.mesh.pp.rank for e in self.engines), default=0),
             told=-1.0 if self._told_at is None else time.monotonic() - self._told_at,
         )
 
@@ -307,6 +322,8 @@ class Watchdog(threading.Thread):
         first = next((s for s in statuses if s.rank == 0), None)
         if self.rank != 0 and first is not None and not first.ended and first.silent < silence:
             return  # rank 0 speaks
+        for line in self._slow.name(statuses, self.world):
+            log.warn(line)
         self._end_if_unheeded(statuses)
         alone = called_alone(statuses, patience=self.limit / 6, world=self.world)
         if alone is not None:
@@ -315,6 +332,7 @@ class Watchdog(threading.Thread):
             if self.rank in alone[0]:
                 self._end_lone_call(alone[1])
         report = describe_stall(statuses, limit=self.limit, silence=silence, world=self.world)
+        self._report = report or ""
         if report is None:
             if self._stalled_at is not None:
                 excepthook.print_error(

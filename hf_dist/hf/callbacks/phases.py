@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from hf_dist.dist import collectives
+from hf_dist.dist import collectives, host_info, watchdog
+from hf_dist.dist.watchdog.own_time import CORE
 
 WAIT = "communication_wait"
 PAUSE = "pause"
@@ -24,6 +26,9 @@ class PhaseClock(Protocol):
     def read(self) -> dict[str, float]:
         """Seconds of each phase since the last read."""
 
+    def tell(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Give what was read after `step` optimizer steps to the watchdog, as this rank's own time."""
+
 
 def start_clock(device: torch.device) -> PhaseClock:
     """The clock for this device, with its first mark now."""
@@ -35,21 +40,39 @@ class HostClock:
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._delays: defaultdict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
         self._waited = collectives.wait_seconds()
+        self._delay = host_info.CoreDelay()
+        collectives.split_waits(self._delay.seconds)
+        self._delayed = self._delay_outside_waits()
+
+    def _delay_outside_waits(self) -> float:
+        return self._delay.seconds() - collectives.waits_for_core()
 
     def mark(self, phase: str) -> None:
         """Count the time since the last mark as `phase`."""
-        now, waited = time.perf_counter(), collectives.wait_seconds()
+        now, waited, delayed = time.perf_counter(), collectives.wait_seconds(), self._delay_outside_waits()
         blocked = 0.0 if phase == PAUSE else waited - self._waited
         self._seconds[phase] += now - self._last - blocked
         self._seconds[WAIT] += blocked
-        self._last, self._waited = now, waited
+        self._delays[phase] += delayed - self._delayed
+        self._last, self._waited, self._delayed = now, waited, delayed
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase since the last read, `communication_wait` included."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
+
+    def tell(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Every phase without its waits; not evaluations and saves, which only some ranks may do.
+
+        The time without a core is apart: on a busy machine it comes to each rank in turn.
+        """
+        delays, self._delays = self._delays, defaultdict(float)
+        own = {phase: s - delays[phase] for phase, s in seconds.items() if phase not in (WAIT, PAUSE)}
+        own[CORE] = sum(delays[phase] for phase in own)
+        watchdog.end_window(step, own, wall=sum(seconds.values()))
 
 
 class GpuClock:
@@ -64,6 +87,7 @@ class GpuClock:
         self._device = device
         self._marks: list[tuple[str, Any]] = []
         self._last = self._event()
+        self._host = HostClock()
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -73,6 +97,7 @@ class GpuClock:
     def mark(self, phase: str) -> None:
         """Count the work queued since the last mark as `phase`."""
         self._marks.append((phase, self._event()))
+        self._host.mark(phase)
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase since the last read. Waits for the GPU, as HF just did to read the loss."""
@@ -84,3 +109,12 @@ class GpuClock:
             self._last = event
         self._marks.clear()
         return dict(seconds)
+
+    def tell(self, step: int, seconds: Mapping[str, float]) -> None:
+        """The time for which the host was with the data loader and the GPU waited for it; the rest may hold waits.
+
+        The host's time alone counts a loader that works behind the GPU; the GPU's alone, waits for other ranks' counts.
+        """
+        data = min(seconds.get("data", 0.0), self._host.read().get("data", 0.0))
+        busy = sum(seconds.values()) - seconds.get(PAUSE, 0.0)
+        watchdog.end_window(step, {"data": data}, wall=sum(seconds.values()), mixed=busy - data)

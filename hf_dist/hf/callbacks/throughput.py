@@ -21,11 +21,11 @@ class ThroughputCallback(LogCallback):
     10**12 FLOP/s by the formula of `TrainingFlops` (both only for models with `input_ids`); `samples_per_second`: rows of
     this rank times the number of data ranks. The time for these speeds excludes evaluation and saving.
 
-    Percent of the wall time, which includes evaluation and saving (in `time_other`):
-    `time_data`: the loader, the transfer to the device, HF's count of the window's labels over all ranks, and the
-    reporters after a log; `time_forward_backward`: all microbatches and the gradient norm; `time_optimizer`: the
-    optimizer and the schedule; `time_communication_wait`: blocked in waits of the engine's collectives, not counted in
-    the others (CPUs only, see `GpuClock`).
+    Percent of the wall time, which includes evaluation and saving (in `time_other_percent`):
+    `time_data_percent`: the loader, the transfer to the device, and the reporters after a log;
+    `time_forward_backward_percent`: all microbatches and the gradient norm; `time_optimizer_percent`: the optimizer and the
+    schedule; `time_communication_wait_percent`: blocked in waits for other ranks, not counted in the others (CPUs only, see
+    `GpuClock`).
     """
 
     def __init__(self, trainer: object) -> None:
@@ -120,6 +120,7 @@ class ThroughputCallback(LogCallback):
             return {}
         self._clock.mark("other")
         seconds = self._clock.read()
+        self._clock.tell(engine.global_steps, seconds)
         # Every stage of a rank runs each microbatch, and the ranks of a pipeline share the work on it.
         runs = engine.config.pipeline.virtual_stages if engine.pipeline else 1
         samples, tokens, pairs = (count // runs for count in self._counter.read())
@@ -145,6 +146,6 @@ def _split(seconds: dict[str, float]) -> dict[str, float | int]:
         return {}
     percent = {phase: 100 * spent / total for phase, spent in seconds.items()}
     shown = ["data", "forward_backward", "optimizer", *([WAIT] if WAIT in seconds else [])]
-    split: dict[str, float | int] = {f"time_{phase}": percent.get(phase, 0.0) for phase in shown}
-    split["time_other"] = percent.get("other", 0.0) + percent.get(PAUSE, 0.0)
+    split: dict[str, float | int] = {f"time_{phase}_percent": percent.get(phase, 0.0) for phase in shown}
+    split["time_other_percent"] = percent.get("other", 0.0) + percent.get(PAUSE, 0.0)
     return split

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist.dist import comm_counter
+from hf_dist.dist import collectives, comm_counter
 from hf_dist.dist.rendezvous import CONNECTIONS
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
@@ -140,7 +140,7 @@ class P2PTransport:
             self.post(channel, key, specs)
         arriving = self._arriving[channel].popleft()
         for work in arriving.works:
-            work.wait()
+            collectives.block_on(work)
         # key None: gradients, which autograd takes without history
         return [
             buffer.to(self.device)
@@ -154,7 +154,7 @@ class P2PTransport:
         """See `runtime.Transport`."""
         while self._leaving:
             for work in self._leaving.popleft()[0]:
-                work.wait()
+                collectives.block_on(work)
 
     def _leave(self, ends: ChannelEnds, flat: list[torch.Tensor]) -> None:
         while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
@@ -195,7 +195,7 @@ class P2PTransport:
         def numbers(count: int) -> list[int]:
             buffer = self._buffer(ends, 8 * count)
             for work in self._start(ends, [buffer], receive=True):
-                work.wait()
+                collectives.block_on(work)
             return buffer.view(torch.int64).tolist()
 
         rest = numbers(numbers(1)[0])
