@@ -38,6 +38,16 @@ def format_differences(config: DistConfig) -> list[str]:
     return ["Differs from DeepSpeed:", *(f"  {each}" for each in found)] if found else []
 
 
+def brief_lines(config: DistConfig) -> list[str]:
+    """Where the configuration is from, and the names of keys that have no effect or differ from DeepSpeed."""
+    lines = [f"from {config.origin or 'a dict'}"]
+    for kind, head in _HEADS.items():
+        names = [note.path for note in config.notes if note.kind == kind]
+        lines += [f"{head} {', '.join(names)}"] if names else []
+    differ = list(dict.fromkeys(each.path for each in differences(config)))
+    return lines + ([f"differs from DeepSpeed: {', '.join(differ)}"] if differ else [])
+
+
 def format_notes(notes: tuple[Note, ...]) -> list[str]:
     """One line per reason, with all keys that share it. The user's remarks are left out."""
     lines: list[str] = []

@@ -25,6 +25,7 @@ from hf_dist.config.sections import (
     DataTypesConfig,
     Dtype,
     ExpertParallelConfig,
+    Flag,
     Fp16Config,
     Frozen,
     HfDistSection,
@@ -74,6 +75,8 @@ class DistConfig(Frozen):
     """`gradient_accumulation_steps`: forward and backward passes per optimizer step."""
     gradient_clipping: RealOrAuto | None = None
     """`gradient_clipping`: largest global L2 norm of the gradient; 0 for no limit; None if absent and not yet resolved."""
+    dump_state: Flag = False
+    """`dump_state`: whether the start-up report is printed whole; without it, ten lines for a plain job."""
     communication_data_type: Dtype | None = None
     """`communication_data_type`: dtype of gradient reductions; None is fp32."""
     sequence_parallel_size: Count = 1

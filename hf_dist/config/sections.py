@@ -26,6 +26,7 @@ Whole = Annotated[int, PlainValidator(values.whole())]
 Count = Annotated[int, PlainValidator(values.whole(1))]
 CountOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(1)))]
 NumelOrAuto = Annotated[int | Auto, PlainValidator(values.or_auto(values.whole(floor=True)))]
+Address = Annotated[str | int, PlainValidator(values.address)]
 FileSize = Annotated[str | int, PlainValidator(values.file_size)]
 MemoryBudget = Annotated[str | int, PlainValidator(values.memory_budget)]
 Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)]
@@ -363,3 +364,5 @@ class HfDistSection(Frozen):
     """`hf_dist.profile`: steps and ranks of which a torch profile is written."""
     stall_report_seconds: Real = 60.0
     """`hf_dist.stall_report_seconds`: how long a rank waits for the others before a report on all ranks; 0 for never."""
+    metrics_port: Address | None = None
+    """`hf_dist.metrics_port`: 9400 serves /metrics and /health to this machine on rank 0, "0.0.0.0:9400" to others, too."""

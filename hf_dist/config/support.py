@@ -53,7 +53,6 @@ _TOP = {
     **rows("", "memory_breakdown", idle("the log always has the peak memory", is_off)),
     **rows("", "log_level", idle("use log_level of TrainingArguments")),
     **rows("", "strict_config", moved("hf_dist.strict")),
-    **rows("", "dump_state", idle("the resolved config is logged at the start", is_off)),
     **rows(
         "", "seq_parallel_communication_data_type", idle("parts of a sequence are sent in the dtype of the weights")
     ),
@@ -327,7 +326,7 @@ _SIZES = (
     "stage3_module_granularity_threshold",
 )
 _TOP_FLAGS = (
-    *("prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state", "sparse_gradients"),
+    *("prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "sparse_gradients"),
     *("disable_allgather", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last"),
     *("graph_harvesting", "managed_gradient_accumulation", "use_data_before_expert_parallelism"),
 )

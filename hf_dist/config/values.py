@@ -239,6 +239,18 @@ def file_size(value: object) -> str | int:
         raise BadValue('is not a size such as "5GB" (KB, MB, GB, TB) or a number of bytes') from None
 
 
+def address(value: object) -> int | str:
+    """A port such as 9400, or an address of this machine with a port such as "0.0.0.0:9400"."""
+    host, _, port = value.strip().rpartition(":") if isinstance(value, str) else ("", "", value)
+    try:
+        number = whole(1)(port)
+    except BadValue:
+        number = 0
+    if not 0 < number < 1 << 16:
+        raise BadValue('is not a port from 1 to 65535, or an address with one such as "0.0.0.0:9400"')
+    return f"{host}:{number}" if host else number
+
+
 def memory_nbytes(text: str | int) -> int:
     """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes. Raises `BadValue`."""
     match = _MEMORY.fullmatch(str(text).strip())

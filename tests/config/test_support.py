@@ -65,7 +65,7 @@ OURS = {
             *("strict", "save_on_signal", "check_load", "lazy_load", "sequence_parallel", "sequence_regions"),
             "router_loss",
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
-            "stop_if_not_finite",
+            *("stop_if_not_finite", "metrics_port"),
             *("stochastic_rounding", "log_measurements"),
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
         )

@@ -17,7 +17,7 @@ from hf_dist.dist.mesh import MeshAxis
 from hf_dist.hf.callbacks.communication import CommunicationCallback, communication_table
 
 
-def trained(folder: Path, config: dict[str, Any]) -> DistTrainer:
+def trained(folder: Path, config: dict[str, Any], **arguments: Any) -> DistTrainer:
     """Three steps of a tiny model, logged at each."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, pad_token_id=0))
@@ -30,8 +30,7 @@ def trained(folder: Path, config: dict[str, Any]) -> DistTrainer:
         logging_steps=1,
         max_steps=3,
         per_device_train_batch_size=2,
-        save_strategy="no",
-        disable_tqdm=True,
+        **{"disable_tqdm": True, "save_strategy": "no", **arguments},
     )
     trainer = DistTrainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
