@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 logger = logging.getLogger("hf_dist")
 _said: set[str] = set()
+_followed: int | None = None
+"""The level that `follow_level` has set."""
 
 
 class _Stderr(logging.StreamHandler):
@@ -36,8 +40,42 @@ def is_speaking_rank() -> bool:
 def say(message: str) -> None:
     """Log `message` at INFO on global rank 0 only; to stderr if the program has not set up logging."""
     if is_speaking_rank():
-        _settle_handler()
+        say_here(message)
+
+
+def say_here(message: str) -> None:
+    """Like `say`, on whichever rank calls it."""
+    _settle_handler()
+    with _progress_bars_aside():
         logger.info(message)
+
+
+def warn(message: str) -> None:
+    """Log `message` as a warning, on whichever rank calls it."""
+    with _progress_bars_aside():
+        logger.warning(message)
+
+
+def follow_level(level: int) -> None:
+    """Print what is at least as important as `level`, of the `logging` module, unless the program has set a level itself."""
+    global _followed
+    if logger.level in (logging.NOTSET, _followed) or _own in logger.handlers:
+        logger.setLevel(level)
+        _followed = level
+
+
+@contextmanager
+def _progress_bars_aside() -> Iterator[None]:
+    """Inside, a line may be written to the terminal: bars of tqdm are taken away before and drawn again below it.
+
+    That is what `tqdm.write` does; this one holds for any handler, also one of the program.
+    """
+    tqdm = sys.modules.get("tqdm.std")
+    if tqdm is None:
+        yield
+    else:
+        with tqdm.tqdm.external_write_mode(file=sys.stderr):
+            yield
 
 
 def _settle_handler() -> None:
@@ -68,4 +106,4 @@ def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         if is_speaking_rank():
-            logger.warning(message)
+            warn(message)

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 
-__all__ = ["FLOORS", "__version__", "check_versions"]
+__all__ = ["FLOORS", "TESTED", "__version__", "check_versions", "untested"]
 
 __version__ = "0.1.0"
 FLOORS = {"torch": "2.11", "transformers": "5.6", "accelerate": "1.3"}
 """Library -> oldest version, that of pyproject.toml (`tests/VERSIONS.md`). Before 5.6 transformers divides losses by other
 counts; before 1.3 accelerate lacks an argument that transformers gives it."""
+TESTED = {"torch": "2.14", "transformers": "5.24", "accelerate": "1.15"}
+"""Library -> newest version that the tests have run with (`tests/VERSIONS.md`)."""
+
+
+def untested(found: Mapping[str, str]) -> list[str]:
+    """One sentence for each library that is newer than `TESTED`; a newer patch of a tested version is none.
+
+    `found`: library -> installed version.
+    """
+    from packaging.version import Version
+
+    return [
+        f"{library} {found[library]} is newer than {newest}, the newest that hf_dist {__version__} was tested with"
+        for library, newest in TESTED.items()
+        if library in found and Version(found[library]).release[:2] > Version(newest).release[:2]
+    ]
 
 
 def check_versions() -> None:

@@ -29,6 +29,10 @@ from hf_dist.tensors.tensor_slice import TensorSlice
 
 PLAN = "hf_dist_weights.json"
 """Maps elements of parameters to their places in the weight files; used by export and by partial loading."""
+_ABOUT = (
+    "Written by hf_dist: which elements of which parameter stand where in the weight files. hf_dist reads it to export, or to "
+    "resume from this folder. from_pretrained does not read it, and a published model does not need it."
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class ModelFiles:
     def write_plan(self, folder: Path) -> None:
         """Write the plan. One rank calls it."""
         if self.plan is not None:
-            (folder / PLAN).write_text(json.dumps(self.plan.to_json()) + "\n", encoding="utf-8")
+            (folder / PLAN).write_text(json.dumps({"about": _ABOUT, **self.plan.to_json()}) + "\n", encoding="utf-8")
 
 
 Maker = Callable[[ShardedModel, str | int], "ModelFiles | None"]

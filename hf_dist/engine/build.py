@@ -31,7 +31,7 @@ from hf_dist.engine.assembly import assemble
 from hf_dist.engine.ddp_compat import give_ddp_whole_weights
 from hf_dist.engine.engine import Engine
 from hf_dist.engine.pipeline_runner import CutModel, Example, cut_model, example_of
-from hf_dist.engine.report import start_up_report
+from hf_dist.engine.report import report_of
 from hf_dist.engine.unprepare import taking_over
 from hf_dist.engine.window import Loop
 from hf_dist.errors import ConfigError, Problem
@@ -208,7 +208,7 @@ def build_engine(
         change(engine)
     watchdog.watch(engine)
     if trainable:
-        say(start_up_report(engine, tensors))
+        say(report_of(engine, tensors))
     return engine
 
 

@@ -20,7 +20,7 @@ import torch
 from hf_dist.config.sections import ProfileConfig
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import ConfigError, Problem
-from hf_dist.log import logger
+from hf_dist.log import say_here
 
 __all__ = ["StepProfile"]
 
@@ -89,7 +89,7 @@ class StepProfile:
         steps = f"steps{self.first}-{max(self._step, self.first)}"
         trace = self._folder / f"rank{self._rank}_{steps}.json.gz"
         profiler.export_chrome_trace(str(trace))
-        logger.info("profile: %s (open it at https://ui.perfetto.dev, or: hf-dist profile %s)", trace, trace)
+        say_here(f"profile: {trace} (open it at https://ui.perfetto.dev, or: hf-dist profile {trace})")
         if self._remembers:
             self._snapshot(f"rank{self._rank}_{steps}.pickle")
 
@@ -97,7 +97,7 @@ class StepProfile:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / name
         torch.cuda.memory._dump_snapshot(str(file))
-        logger.info("profile: %s (open it at https://pytorch.org/memory_viz)", file)
+        say_here(f"profile: {file} (open it at https://pytorch.org/memory_viz)")
 
     def out_of_memory(self) -> None:
         """Write what is in memory. Local."""

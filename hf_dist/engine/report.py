@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 
 import torch
 
 from hf_dist.config import BatchSizes, DistConfig, format_table
+from hf_dist.config.report import brief_lines
 from hf_dist.dist.network import describe
 from hf_dist.engine.engine import Engine
 from hf_dist.format_bytes import scaled, size_text
@@ -26,6 +28,7 @@ from hf_dist.sharding.placement import Placement
 from hf_dist.sharding.precision import is_emulated
 from hf_dist.sharding.runtime import ShardedModel
 
+_COLUMNS = 80
 MAX_UNIT_KINDS = 6
 """Number of unit kinds listed, largest first; further kinds are only counted, so that the report fits a screen."""
 _RESTS = {
@@ -35,17 +38,46 @@ _RESTS = {
 }
 
 
-def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
-    """The report as plain text. Local; rank 0 prints it once."""
+def report_of(engine: Engine, tensors: TensorSplit | None = None) -> str:
+    """The report that `dump_state` asks for, as plain text. Local; rank 0 prints it once."""
+    return start_up_report(engine, tensors) if engine.config.dump_state else brief_report(engine, tensors)
+
+
+def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
+    """What a plain job is, in ten lines of 80 columns; parts that not every job has get their lines, too."""
     sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
-    place = sharded.placements
-    weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
     parts = {
         "layout": [
             sharded.mesh.describe(),
-            f"weights {weights}, gradients {grads}, optimizer state {optim}",
+            _resting(sharded),
+            *_second_copy(sharded),
+            *_experts(sharded),
+            *_replicas(sharded, config),
+        ],
+        "network": _network(sharded),
+        "pipeline": pipeline.describe() if pipeline else [],
+        "sequence": [split.describe()] if split else [],
+        "tensor": tensors.describe() if tensors else [],
+        "batch": [_batch(engine.batch)],
+        "precision": _brief_precision(sharded),
+        "memory": _brief_memory(engine, states, optimizer),
+        "recompute": describe_checkpointing(sharded.model),
+        "config": brief_lines(config),
+    }
+    return _printed('hf_dist start-up report (whole with "dump_state": true)', parts, _COLUMNS)
+
+
+def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
+    """The whole report as plain text. Local."""
+    sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
+    optimizer = OptimizerStates.of_attached(engine.fragments, config)
+    states = States.of_engine(sharded, config, optimizer)
+    parts = {
+        "layout": [
+            sharded.mesh.describe(),
+            _resting(sharded),
             *_mesh(sharded, states),
             *_second_copy(sharded),
             *_experts(sharded),
@@ -62,10 +94,24 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
         "recompute": describe_checkpointing(sharded.model),
         "config": format_table(config).splitlines(),
     }
-    lines = ["hf_dist start-up report"]
+    return _printed("hf_dist start-up report", parts)
+
+
+def _printed(title: str, parts: dict[str, list[str]], columns: int = 0) -> str:
+    lines = [title]
     for name, rows in parts.items():
+        if columns:
+            rows = [line for row in rows for line in textwrap.wrap(row, columns - 13, break_on_hyphens=False)]
         lines += [f"  {name if i == 0 else '':<9}  {row}" for i, row in enumerate(rows)]
     return "\n".join(lines)
+
+
+def _resting(sharded: ShardedModel) -> str:
+    place = sharded.placements
+    weights, grads, optim = (_RESTS[p] for p in (place.params, place.grads, place.optim))
+    if weights == grads == optim:
+        return f"weights, gradients and optimizer state {weights}"
+    return f"weights {weights}, gradients {grads}, optimizer state {optim}"
 
 
 def _mesh(sharded: ShardedModel, states: States) -> list[str]:
@@ -116,7 +162,7 @@ def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
     """Replicas that train alone: when they synchronise, and the bytes that this sends."""
     section, axis = config.local_sgd, sharded.mesh.replicas
     if axis is None:
-        return ['"local_sgd" has no effect: there is one replica'] if section.enabled else []
+        return ["one replica, so no meetings of replicas"] if section.enabled else []
     numel = sum(g.resting[1] - g.resting[0] for g in sharded.trainable_groups)
     nbytes = 2 * (axis.size - 1) * MASTER_NBYTES * numel // axis.size
     kind = "Nesterov momentum" if section.nesterov else "momentum"
@@ -161,11 +207,25 @@ def _precision(sharded: ShardedModel) -> list[str]:
     return rows
 
 
+def _brief_precision(sharded: ShardedModel) -> list[str]:
+    """The dtypes in one line, with what they hold; the warning of a slow one after it."""
+    rows = sharded.precision.rows()
+    held: dict[str, list[str]] = {}
+    for what, dtype in rows:
+        held.setdefault(dtype, []).append(what)
+    slow = _precision(sharded)[len(rows) :]
+    if len(held) == 1:
+        return [next(iter(held)), *slow]
+    return ["; ".join(f"{dtype}: {', '.join(what)}" for dtype, what in held.items()), *slow]
+
+
 def _batch(batch: BatchSizes) -> str:
     ranks = f"{batch.data_ranks} data rank{'s' if batch.data_ranks > 1 else ''}"
     if batch.micro is None:
         return f"{batch.accumulation} microbatches per step on {ranks}, microbatch size of the loader"
     micro = f"{batch.micro} per rank and microbatch"
+    if batch.accumulation == 1:
+        return f"{batch.train} samples per step = {micro} x {ranks}"
     return f"{batch.train} samples per step = {micro} x {batch.accumulation} microbatches x {ranks}"
 
 
@@ -186,18 +246,29 @@ def _units(sharded: ShardedModel) -> list[str]:
 def _memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[str]:
     """Bytes of model states per rank, counted as in `hf-dist plan`."""
     sharded, config = engine.sharded, engine.config
-    total = sum(g.layout.num_params for g in sharded.groups)
-    learning = sum(g.layout.num_params for g in sharded.trainable_groups)
     assumed = config.optimizer is None and engine.optimizer is None  # as in an evaluation before training
     if_used = "AdamW's, if that is used"
-    here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
     rows = [
         (what, f"{size_text(nbytes)}  {if_used if assumed and what.startswith('optimizer') else kind}")
         for what, nbytes, kind in (*states.rows(), *Temporary(states).rows())
     ]
+    return [*_parameters(sharded), *(_aligned(rows) if rows else []), *_unknown_memory(engine, optimizer)]
+
+
+def _brief_memory(engine: Engine, states: States, optimizer: OptimizerStates) -> list[str]:
+    rows = [f"{what} {size_text(nbytes)}" for what, nbytes, _ in (*states.rows(), *Temporary(states).rows())]
+    return [*_parameters(engine.sharded), *([", ".join(rows)] if rows else []), *_unknown_memory(engine, optimizer)]
+
+
+def _parameters(sharded: ShardedModel) -> list[str]:
+    total = sum(g.layout.num_params for g in sharded.groups)
+    learning = sum(g.layout.num_params for g in sharded.trainable_groups)
+    here = " in this rank's part of the model" if sharded.mesh.model.size > 1 else ""
+    return [f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:"]
+
+
+def _unknown_memory(engine: Engine, optimizer: OptimizerStates) -> list[str]:
     return [
-        f"{scaled(total)} parameters{here}, {scaled(learning)} of them trained; per rank:",
-        *(_aligned(rows) if rows else []),
         *([] if optimizer.known else [f"optimizer state: not counted, of {kind_of(engine.optimizer)}"]),
         *(
             ["hf_dist.memory_budget: units that stay gathered are chosen at the first batch"]

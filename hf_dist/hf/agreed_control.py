@@ -12,7 +12,7 @@ import torch
 
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import MeshAxis
-from hf_dist.log import logger, say
+from hf_dist.log import say, warn
 
 __all__ = ["AgreedControlMixin"]
 
@@ -61,10 +61,9 @@ class AgreedControlMixin:
         kind = callback if isinstance(callback, type) else type(callback)
         asks_nobody = getattr(self, "is_in_train", False) and self.dist is not None and not self._asks_all  # type: ignore[attr-defined]
         if asks_nobody and _is_own(kind) and self.accelerator.mesh.control.size > 1:
-            logger.warning(
-                "%s was added during the training: what it asks for (stop, save, evaluate, log), it must ask for on every "
-                "rank. Added before train(), it may ask on one rank.",
-                kind.__name__,
+            warn(
+                f"{kind.__name__} was added during the training: what it asks for (stop, save, evaluate, log), it must ask for "
+                "on every rank. Added before train(), it may ask on one rank."
             )
 
     def _maybe_log_save_evaluate(self, *args: object, **kwargs: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
+from transformers.utils import logging as hf_logging
 
 from hf_dist.config import (
     AutoSources,
@@ -35,7 +36,7 @@ from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
 from hf_dist.hf.signatures import show_stock
-from hf_dist.log import say_once
+from hf_dist.log import follow_level, is_speaking_rank, say_once
 
 CONFIG_VARIABLE = "HF_DIST_CONFIG"
 _NOT_GIVEN: Any = None
@@ -97,6 +98,8 @@ class DistArgsMixin:
         # HF's own path would import the deepspeed package and check its version.
         self.deepspeed: Any = None
         self.dist_config = source
+        if source is not None:
+            _follow_log_level(self)  # before anything is said
         if self.logging_nan_inf_filter is _NOT_GIVEN:
             self.logging_nan_inf_filter = source is None
             self.filters_on_device = source is not None
@@ -209,6 +212,14 @@ class DistTrainingArguments(DistArgsMixin, TrainingArguments):
 
 
 show_stock(DistArgsMixin, TrainingArguments)
+
+
+def _follow_log_level(args: Any) -> None:
+    """Say no more than HF does: `log_level`, on the other processes `log_level_replica`; "passive" leaves all as it is."""
+    name = args.log_level if is_speaking_rank() else args.log_level_replica
+    level = hf_logging.get_log_levels_dict().get(name)
+    if level is not None:
+        follow_level(level)
 
 
 def _refuse_other_engines(args: Any) -> None:

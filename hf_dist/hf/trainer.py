@@ -1,4 +1,4 @@
-"""`DistTrainer`: the HF Trainer with 34 of its methods overridden, in eight classes. Loop, loss and logging stay HF's."""
+"""`DistTrainer`: the HF Trainer with 35 of its methods overridden, in nine classes. Loop, loss and logging stay HF's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.agreed_control import AgreedControlMixin
 from hf_dist.hf.args import DistArgsMixin
 from hf_dist.hf.callbacks import default_callbacks
+from hf_dist.hf.callbacks.console import show_records
 from hf_dist.hf.checkpointing import CheckpointingMixin
 from hf_dist.hf.counts import parameter_count
 from hf_dist.hf.curriculum import cut_batches
@@ -36,6 +37,7 @@ from hf_dist.hf.evaluation import (
     on_rows_of_the_set,
     rows_of_a_rank,
 )
+from hf_dist.hf.model_card import ModelCardMixin
 from hf_dist.hf.pipeline import PipelineMixin
 from hf_dist.hf.repeated_trainings import RepeatedTrainingsMixin, counted
 from hf_dist.hf.replicas import ReplicasMixin
@@ -52,7 +54,13 @@ from hf_dist.tensors import pytree
 
 
 class DistTrainerMixin(
-    RepeatedTrainingsMixin, AgreedControlMixin, CheckpointingMixin, ReplicasMixin, PipelineMixin, TrlMixin
+    RepeatedTrainingsMixin,
+    AgreedControlMixin,
+    CheckpointingMixin,
+    ReplicasMixin,
+    PipelineMixin,
+    TrlMixin,
+    ModelCardMixin,
 ):
     """First in the bases of any Trainer: `class MyTrainer(DistTrainerMixin, SFTTrainer)`.
 
@@ -133,6 +141,7 @@ class DistTrainerMixin(
         super().__init__(*args, **kwargs)
         if self.dist is not None:
             _refuse_smoothing_by_ranks(self)
+            show_records(self.callback_handler.callbacks)
             for callback in default_callbacks(self):
                 self.add_callback(callback)
 

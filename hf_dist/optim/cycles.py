@@ -6,18 +6,17 @@ Source of the formulas: DeepSpeed runtime/lr_schedules.py; Smith 2018, arXiv 180
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hf_dist.log import warn
 from hf_dist.optim.indexed_schedule import IndexedSchedule, count, number, per_group, problem
 
 __all__ = ["LRRangeTest", "OneCycle"]
 
-logger = logging.getLogger(__name__)
 
 _SECOND_BETA = 0.99
 """DeepSpeed sets Adam's second decay to this while OneCycle moves the first."""
@@ -127,7 +126,7 @@ class OneCycle(IndexedSchedule):
         self._max_momentums = per_group("cycle_max_mom", values["cycle_max_mom"], num_groups)
         self._moves_momentum = bool(values["cycle_momentum"])
         if self._moves_momentum and "betas" not in optimizer.defaults:
-            logger.warning("scheduler.params.cycle_momentum has no effect: the optimizer has no betas")
+            warn("scheduler.params.cycle_momentum has no effect: the optimizer has no betas")
             self._moves_momentum = False
         super().__init__(optimizer, values["last_batch_iteration"])
 

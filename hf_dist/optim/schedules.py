@@ -5,7 +5,6 @@ Source of the formulas: DeepSpeed runtime/lr_schedules.py. [Note: schedule index
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 
@@ -13,13 +12,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hf_dist.config.params import read_scheduler
+from hf_dist.log import warn
 from hf_dist.optim.build import construct
 from hf_dist.optim.cycles import LRRangeTest, OneCycle
 from hf_dist.optim.indexed_schedule import IndexedSchedule, count, number, per_group, problem
 
 __all__ = ["WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "build_scheduler"]
-
-logger = logging.getLogger(__name__)
 
 
 class _Warmup(IndexedSchedule):
@@ -42,7 +40,7 @@ class _Warmup(IndexedSchedule):
         self._num_warmup_steps = max(2, num_steps) if self._has_warmup else 0  # ln(1) would divide by zero
         self._is_log = warmup_type == "log"
         if not self._has_warmup:
-            logger.warning("scheduler.params.warmup_num_steps: 0 means no warm-up here; DeepSpeed refuses it")
+            warn("scheduler.params.warmup_num_steps: 0 means no warm-up here; DeepSpeed refuses it")
         super().__init__(optimizer, last_batch_iteration)
 
     def _is_first_step(self, index: int) -> bool:
@@ -166,9 +164,8 @@ def build_scheduler(type: str, params: Mapping[str, object], optimizer: torch.op
 def _total(total_num_steps: object, warmup_num_steps: object) -> int:
     total = count("total_num_steps", total_num_steps)
     if total < count("warmup_num_steps", warmup_num_steps):
-        logger.warning(
-            "scheduler.params.total_num_steps: %s is less than warmup_num_steps: %s, so training ends in the warm-up",
-            total,
-            warmup_num_steps,
+        warn(
+            f"scheduler.params.total_num_steps: {total} is less than warmup_num_steps: {warmup_num_steps}, so training ends in "
+            "the warm-up"
         )
     return total

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -20,12 +19,12 @@ import torch
 
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.log import warn
 from hf_dist.optim.muon import is_muon
 from hf_dist.optim.observed import CannotObserve, Parts, as_fragments, as_wholes, one_process, stepped_as
 
 __all__ = ["Sight", "Stepping", "check_whole", "like", "sight_of"]
 
-logger = logging.getLogger(__name__)
 
 _SUM = "sets its step size from a sum over all parameters"
 _SENDS = "communicates by itself, between ranks that hold whole tensors"
@@ -311,10 +310,9 @@ def _toy() -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _warn_once(name: str, cause: str) -> None:
-    logger.warning(
-        "cannot tell what %s does with a part of a tensor (%s): each tensor is stepped whole by one rank, which costs time",
-        name,
-        cause,
+    warn(
+        f"cannot tell what {name} does with a part of a tensor ({cause}): each tensor is stepped whole by one rank, which "
+        "costs time"
     )
 
 

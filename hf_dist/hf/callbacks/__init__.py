@@ -16,6 +16,7 @@ from hf_dist.hf.callbacks.flops_table import FlopsTableCallback
 from hf_dist.hf.callbacks.layer_drop import LayerDropCallback
 from hf_dist.hf.callbacks.log_record import LogCallback
 from hf_dist.hf.callbacks.memory import MemoryCallback
+from hf_dist.hf.callbacks.metrics import MetricsCallback
 from hf_dist.hf.callbacks.start_up import StartUpCallback
 from hf_dist.hf.callbacks.throughput import ThroughputCallback
 
@@ -41,6 +42,8 @@ def default_callbacks(trainer: Any) -> list[TrainerCallback]:
             found.append(ExpertLoadCallback(trainer))
     found += [StartUpCallback(trainer), DiskSpaceCallback(trainer), AdaptersCallback(trainer)]
     found.append(FiniteCallback(trainer, trainer.dist.hf_dist.stop_if_not_finite))
+    if trainer.dist.hf_dist.metrics_port is not None:
+        found.append(MetricsCallback(trainer, trainer.dist.hf_dist.metrics_port))
     if trainer.dist.csv_monitor.enabled:
         found.append(CsvCallback(trainer.dist.csv_monitor))
     if trainer.dist.flops_profiler.enabled:

@@ -1,4 +1,4 @@
-"""The size of a checkpoint, printed and compared with the free space before the first step."""
+"""The size of a checkpoint, compared with the free space before the first step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from hf_dist.log import say
 from hf_dist.memory.offload.storage import MASTER_NBYTES
 from hf_dist.planning.optimizer_states import OptimizerStates
 from hf_dist.sharding.param_slice import held_slice
+
+_AMPLE = 10
+"""Nothing is said where this many times the space that is needed is free."""
 
 
 class DiskSpaceCallback(TrainerCallback):
@@ -68,6 +71,8 @@ def _shortage(root: Path, nbytes: int, limit: int | None) -> str | None:
     free = shutil.disk_usage(place).free
     # During a write, all kept checkpoints exist as well; the first save needs room for one in any case.
     more = max(1, (limit or 0) + 1 - len(folder.numbered(root)))
+    if nbytes * more * _AMPLE <= free:
+        return None  # nothing to do, so nothing to say
     say(f"each checkpoint takes {size_text(nbytes)}; {size_text(free)} are free in {place}")
     if nbytes * more <= free:
         return None

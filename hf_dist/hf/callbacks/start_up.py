@@ -11,7 +11,7 @@ from transformers.utils import logging as hf_logging
 
 from hf_dist import log
 from hf_dist.engine.engine import Engine
-from hf_dist.engine.report import start_up_report
+from hf_dist.engine.report import report_of
 
 
 class StartUpCallback(TrainerCallback):
@@ -35,5 +35,5 @@ class StartUpCallback(TrainerCallback):
             return
         self._shown = weakref.ref(engine)
         if log.is_speaking_rank() and not log.logger.isEnabledFor(logging.INFO):
-            report = start_up_report(engine)
+            report = report_of(engine)
             hf_logging.get_logger("transformers.hf_dist").info(report)

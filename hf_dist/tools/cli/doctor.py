@@ -19,6 +19,7 @@ from rich.console import Console
 from hf_dist.dist.launch import detect_launch
 from hf_dist.format_bytes import size_text
 from hf_dist.tools.cli.env import PACKAGES, devices, launch_variables, table, versions
+from hf_dist.version import untested
 
 __all__ = ["KNOWN_BAD", "doctor", "launcher_notes", "version_problems"]
 
@@ -62,7 +63,7 @@ def doctor(ranks: Ranks = 2) -> None:
         problems += wrong
         if not shutil.which("c++") and not shutil.which("g++") and not shutil.which("clang++"):
             print("note: no C++ compiler: torch.compile needs one on the CPU; nothing else here does")
-        for note in launcher_notes():
+        for note in [*untested(_installed()), *launcher_notes()]:
             print(f"note: {note}")
         for problem in problems:
             print(f"problem: {problem}")

@@ -14,10 +14,12 @@ from rich.table import Table
 from hf_dist.dist.launch import detect_launch
 from hf_dist.errors import HfDistError
 from hf_dist.format_bytes import size_text
+from hf_dist.version import untested
 
 __all__ = ["PACKAGES", "devices", "env", "launch_variables", "table", "versions"]
 
 PACKAGES = ("hf-dist", "torch", "transformers", "accelerate", "datasets", "safetensors", "peft", "trl")
+_ABSENT = "not installed"
 _LAUNCH_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_(ADDR|PORT)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS"
     r"|HF_DIST_\w+|HF_HUB_OFFLINE|ACCELERATE_\w+|NCCL_\w+|GLOO_\w+|SLURM_(PROCID|LOCALID|STEP_\w+)|OMPI_COMM_WORLD_\w+"
@@ -30,6 +32,8 @@ def env() -> None:
     console.print(table("versions", versions()))
     console.print(table("devices", devices()))
     console.print(table("launch", launch_variables()))
+    for note in untested({name: found for name, found in versions() if found != _ABSENT}):
+        print(f"note: {note}")
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -49,7 +53,7 @@ def versions() -> Iterable[tuple[str, str]]:
         try:
             yield package, version(package)
         except PackageNotFoundError:
-            yield package, "not installed"
+            yield package, _ABSENT
 
 
 def devices() -> Iterable[tuple[str, str]]:
