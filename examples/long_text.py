@@ -38,7 +38,7 @@ def packed_rows(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: in
 
 def main() -> None:
     """Evaluate, train, evaluate again, save."""
-    example, args = parse_arguments()
+    example, args = parse_arguments(output_dir="runs/long_text")
     set_seed(args.seed)
     texts = read_texts(example, args.seed)
     folder = example.model_name_or_path or Path(args.output_dir, "tokenizer")

@@ -53,7 +53,7 @@ def small_mixture(tokenizer: PreTrainedTokenizerBase, block_size: int) -> Qwen3M
 
 def main() -> None:
     """Train, print how evenly the experts were used, evaluate, save."""
-    example, args = parse_arguments()
+    example, args = parse_arguments(output_dir="runs/mixture")
     set_seed(args.seed)
     texts = read_texts(example, args.seed)
     folder = Path(args.output_dir, "tokenizer")

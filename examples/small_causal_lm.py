@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from stdlib_docstrings import examples
@@ -29,7 +30,8 @@ def write_small_causal_lm(folder: Path) -> str:
     if not (folder / "config.json").exists():
         sources = read_texts(ExampleArguments(max_characters=200_000), seed=0)
         make_tokenizer(sources, 1024, folder)
-        small_llama(AutoTokenizer.from_pretrained(folder), block_size=128).save_pretrained(folder)
+        with torch.random.fork_rng():  # else the writing process would draw other adapters than the rest
+            small_llama(AutoTokenizer.from_pretrained(folder), block_size=128).save_pretrained(folder)
     return str(folder)
 
 

@@ -131,11 +131,14 @@ def sample(trainer: DistTrainer, tokenizer: PreTrainedTokenizerBase, example: Ex
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def parse_arguments() -> tuple[ExampleArguments, DistTrainingArguments]:
-    """The command line; accepts every field of TrainingArguments; these defaults suit the small model."""
+def parse_arguments(output_dir: str = "runs/clm") -> tuple[ExampleArguments, DistTrainingArguments]:
+    """The command line; accepts every field of TrainingArguments; these defaults suit the small model.
+
+    `output_dir`: where it is saved if the command line does not say.
+    """
     parser = HfArgumentParser((ExampleArguments, DistTrainingArguments))
     parser.set_defaults(
-        output_dir="runs/clm",
+        output_dir=output_dir,
         learning_rate=1e-3,
         warmup_steps=10,
         per_device_train_batch_size=8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,35 @@ from xml.sax.saxutils import escape
 
 from hf_dist.errors import ConfigError, HfDistError, Problem
 
-__all__ = ["NoMatplotlibError", "Picture", "headless_pyplot"]
+__all__ = ["NoMatplotlibError", "Picture", "check_picture", "headless_pyplot", "is_picture"]
 
 _DPI = 96
 """A picture's pixels are CSS pixels, 96 per inch."""
+_PNG_SCALE = 2
+"""Pixels of a PNG per CSS pixel, so that small text is sharp on a page."""
+_NORMAL, _BOLD = 0.62, 0.7
+"""Mean width of a letter over the font's size: DejaVu Sans, which is wider than most."""
+_SUFFIXES = (".svg", ".png")
+
+
+_NO_MATPLOTLIB = 'the plot needs matplotlib: pip install "hf-dist[bench]"'
 
 
 class NoMatplotlibError(HfDistError):
     """The plot needs matplotlib, which is not installed."""
+
+
+def is_picture(path: Path) -> bool:
+    """Whether the path names a picture: `.svg` or `.png`."""
+    return path.suffix.lower() in _SUFFIXES
+
+
+def check_picture(path: Path, option: str = "--output") -> None:
+    """Raise `ConfigError` for a suffix other than `.svg` and `.png`, `NoMatplotlibError` for a `.png` without matplotlib."""
+    if not is_picture(path):
+        raise ConfigError(Problem(option, str(path), "is neither .svg nor .png", "Name one of them."))
+    if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise NoMatplotlibError(_NO_MATPLOTLIB)
 
 
 def headless_pyplot() -> Any:
@@ -24,7 +46,7 @@ def headless_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise NoMatplotlibError('the plot needs matplotlib: pip install "hf-dist[bench]"') from None
+        raise NoMatplotlibError(_NO_MATPLOTLIB) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -51,6 +73,12 @@ class _Words:
     anchor: str
     bold: bool
     mono: bool
+
+    def ends(self, size: float) -> tuple[float, float]:
+        """About where the text begins and ends, in a font of `size` pixels; rather too wide than too narrow."""
+        width = len(self.text) * size * (_BOLD if self.bold else _NORMAL) + 4
+        left = self.x - width * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
+        return left, left + width
 
 
 @dataclass
@@ -85,11 +113,21 @@ class Picture:
         """Add text with its baseline at `y`; `anchor`: start, middle or end."""
         self._words.append(_Words(x, y, text, anchor, bold, mono))
 
+    @property
+    def frame(self) -> tuple[float, float]:
+        """Its left and right end: 0 and `width`, or farther out where a text ends there, so that none is cut."""
+        ends = [words.ends(self.size) for words in self._words]
+        left, right = min((end[0] for end in ends), default=0), max((end[1] for end in ends), default=0)
+        return min(0.0, round(left)), max(self.width, round(right))
+
     def svg(self) -> str:
         """The picture as an SVG document."""
+        left, right = self.frame
         style = f'font-family="sans-serif" font-size="{self.size:g}"'
-        out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" {style}>']
-        out.append(f'<rect width="{self.width:g}" height="{self.height:g}" fill="white"/>')
+        size = f'width="{right - left:g}" height="{self.height:g}"'
+        view = f' viewBox="{left:g} 0 {right - left:g} {self.height:g}"' if left else ""
+        out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}{view} {style}>']
+        out.append(f'<rect x="{left:g}" {size} fill="white"/>' if left else f'<rect {size} fill="white"/>')
         for box in self._boxes:
             more = f' fill-opacity="{box.opacity:g}"' if box.opacity < 1 else ""
             more += f' stroke="{box.edge}"' if box.edge else ""
@@ -105,20 +143,20 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Write a `.svg` or `.png` file. Raises `ConfigError` for other suffixes, and `NoMatplotlibError`."""
+        check_picture(path)
         if path.suffix.lower() == ".svg":
             path.write_text(self.svg(), encoding="utf-8")
-        elif path.suffix.lower() == ".png":
-            self._png(path)
         else:
-            raise ConfigError(Problem("--output", str(path), "is neither .svg nor .png", "Name one of them."))
+            self._png(path)
 
     def _png(self, path: Path) -> None:
         pyplot = headless_pyplot()
         from matplotlib.patches import Rectangle
 
-        figure = pyplot.figure(figsize=(self.width / _DPI, self.height / _DPI), dpi=_DPI)
+        left, right = self.frame
+        figure = pyplot.figure(figsize=((right - left) / _DPI, self.height / _DPI), dpi=_DPI)
         panel = figure.add_axes((0, 0, 1, 1))
-        panel.set(xlim=(0, self.width), ylim=(self.height, 0))
+        panel.set(xlim=(left, right), ylim=(self.height, 0))
         panel.axis("off")
         for box in self._boxes:
             options: dict[str, Any] = {"facecolor": (box.fill, box.opacity), "edgecolor": box.edge or "none"}
@@ -130,5 +168,5 @@ class Picture:
             look: dict[str, object] = {"fontsize": self.size * 72 / _DPI, "weight": weight, "family": family}
             text = words.text.replace("$", r"\$")
             panel.text(words.x, words.y, text, ha=places[words.anchor], va="baseline", **look)
-        figure.savefig(path)
+        figure.savefig(path, dpi=_PNG_SCALE * _DPI)
         pyplot.close(figure)

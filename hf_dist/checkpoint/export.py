@@ -61,13 +61,15 @@ def export(
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     merge_lora: bool = False,
+    base: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write the model in `checkpoint` as an HF folder `out`, which must be empty or not exist. Needs no process group.
 
     `dtype`: bf16, fp16, fp32 (from the fp32 master weights, where the checkpoint has them), or None to keep dtypes. Weights
     that a half-precision model keeps in fp32 stay fp32. `merge_lora`: the folder holds an adapter; write its base model with
-    the adapter added (`merge_lora.py` lists which adapters). `report` receives progress lines. `out` appears only once it is
+    the adapter added (`merge_lora.py` lists which adapters); `base` is that model's folder or ID, by default the one that the
+    adapter names. `report` receives progress lines. `out` appears only once it is
     complete. Raises `CheckpointError`.
     """
     source, target = Path(checkpoint), Path(out)
@@ -75,10 +77,12 @@ def export(
         raise CheckpointError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists already: export into a folder that does not exist, or is empty")
+    if base is not None and not merge_lora:
+        raise CheckpointError(f"--base {base} is read with --merge-lora only: add that, or leave --base out")
     weights = _find_weights(source, dtype)
     if merge_lora:
-        base = _find_weights(base_folder(source), None)
-        weights = replace(base, files=merge(source, base.files), plan=None)
+        whole = _find_weights(base_folder(source, base), None)
+        weights = replace(whole, files=merge(source, whole.files), plan=None)
     main = _main_dtype(weights)
     wanted = main if dtype is None else DTYPES[dtype]
     plan = _new_plan(weights, main, wanted, max_shard_size)

@@ -85,17 +85,27 @@ class MergedTensor:
         out.copy_(out.float() + delta)
 
 
-def base_folder(adapter: Path) -> Path:
-    """The local folder of an adapter's base model. Raises `CheckpointError`."""
-    name = _config(adapter).get("base_model_name_or_path") or ""
+def base_folder(adapter: Path, given: str | None = None) -> Path:
+    """The local folder of an adapter's base model: `given`, a folder or an ID, or what the adapter names.
+
+    Raises `CheckpointError`.
+    """
+    named = _config(adapter).get("base_model_name_or_path")
+    name = given or named
+    if not name:
+        raise CheckpointError(
+            f"{adapter / 'adapter_config.json'} names no base model (base_model_name_or_path is {named!r}). "
+            "Name its folder, or its ID on the hub: --base FOLDER."
+        )
     if Path(name).is_dir():
         return Path(name)
+    where = "--base" if given else f"{adapter / 'adapter_config.json'}: base_model_name_or_path"
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError) as error:
         raise CheckpointError(
-            f"{adapter / 'adapter_config.json'}: base_model_name_or_path is {name!r}, which is neither a folder nor a model in "
-            "the hub cache of this machine. Download it, or write the folder of the base model there."
+            f"{where} is {name!r}, which is neither a folder nor a model in the hub cache of this machine. "
+            "Download it, or name its folder: --base FOLDER."
         ) from error
 
 

@@ -5,7 +5,7 @@ from hf_dist.config.auto import resolve, resolve_without_trainer, with_disagreem
 from hf_dist.config.batch import BatchSizes, solve_batch
 from hf_dist.config.differs import Difference, differences
 from hf_dist.config.findings import Note
-from hf_dist.config.load import ConfigDocument, examine, load_config, read_config
+from hf_dist.config.load import ConfigDocument, canonical, examine, load_config, read_config, similar_files
 from hf_dist.config.report import format_differences, format_table
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.sources import AutoSources, hidden_size_of
@@ -21,6 +21,7 @@ __all__ = [
     "LauncherSettings",
     "Note",
     "axes_of",
+    "canonical",
     "differences",
     "examine",
     "format_differences",
@@ -32,6 +33,7 @@ __all__ = [
     "resolve_without_trainer",
     "settled",
     "shown",
+    "similar_files",
     "solve_batch",
     "with_disagreements",
     "with_elastic_batch",

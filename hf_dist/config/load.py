@@ -25,6 +25,8 @@ from hf_dist.config.schema import DistConfig, Provenance
 from hf_dist.config.values import BadValue, is_auto
 from hf_dist.errors import ConfigError, Problem
 
+_YAML = (".yaml", ".yml")
+
 
 @dataclass(frozen=True)
 class ConfigDocument:
@@ -98,13 +100,25 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Config
     return _read_file(Path(source))
 
 
+def canonical(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
+    """The data of `source` with one spelling per key and without null, for programs that write a changed copy of it.
+
+    Raises `ConfigError` for keys that cannot be brought into that form.
+    """
+    document = read_config(source)
+    findings = Findings(document.origin, document.lines or {}, problems=list(document.problems))
+    data = normalised(document.data, findings)
+    findings.raise_if_any()
+    return data
+
+
 def _read_file(path: Path) -> ConfigDocument:
     absolute = path.expanduser().absolute()
     if not absolute.exists():
-        raise ConfigError(Problem("config", str(absolute), "does not exist", _similar_files(absolute)))
+        raise ConfigError(Problem("config", str(absolute), "does not exist", similar_files(absolute)))
     if absolute.is_dir():
         raise ConfigError(
-            Problem("config", str(absolute), "is a directory, not a JSON file", _similar_files(absolute / "x"))
+            Problem("config", str(absolute), "is a directory, not a JSON file", similar_files(absolute / "x"))
         )
     try:
         text = absolute.read_text(encoding="utf-8-sig")
@@ -113,18 +127,24 @@ def _read_file(path: Path) -> ConfigDocument:
         raise ConfigError(problem) from None
     except OSError as error:
         raise ConfigError(Problem("config", str(absolute), f"cannot be read: {error.strerror}", "")) from None
+    if absolute.suffix in _YAML and not text.lstrip().startswith("{"):
+        fix = f"Convert it: hf-dist config convert {path} --output {absolute.stem}.json, and name that file."
+        raise ConfigError(Problem("config", str(absolute), "is a YAML file, not a JSON file", fix))
     return _read_text(text, str(absolute))
 
 
-def _similar_files(path: Path) -> str:
-    folder = path.parent
+def similar_files(path: Path) -> str:
+    """What the folder of a missing file holds instead, as a sentence: files with its suffix, such as .json."""
+    path = path.expanduser().absolute()
+    folder, suffixes = path.parent, _YAML if path.suffix in _YAML else (".json",)
     if not folder.is_dir():
         return f"There is no directory {folder}."
-    nearby = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".json" and entry.is_file())
+    nearby = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes and entry.is_file())
     similar = difflib.get_close_matches(path.name, nearby, n=3)
     if similar:
         return f"Did you mean {' or '.join(similar)}?"
-    return f"The .json files in {folder} are {', '.join(nearby[:5])}." if nearby else f"{folder} holds no .json file."
+    kind = suffixes[0]
+    return f"The {kind} files in {folder} are {', '.join(nearby[:5])}." if nearby else f"{folder} holds no {kind} file."
 
 
 def _read_text(text: str, origin: str) -> ConfigDocument:

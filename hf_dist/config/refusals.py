@@ -398,11 +398,15 @@ def refused(config: DistConfig) -> Iterator[tuple[Refusal, str]]:
 
 
 def refuse(config: DistConfig) -> None:
-    """Raise one `ConfigError` with all rows that apply. Local; every rank has the same config."""
-    problems = [
-        Problem(row.path, shown(config.value_at(row.path)), clause, row.fix, config.at_line(row.path))
-        for row, clause in refused(config)
-    ]
+    """Raise one `ConfigError` with all rows that apply. Local; every rank has the same config.
+
+    A value that an argument of the script gave is named as that argument: nobody has written the key.
+    """
+    problems = []
+    for row, clause in refused(config):
+        _, is_given, giver = config.source_of(row.path).partition(" <- ")
+        name, line = (giver, "") if is_given else (config.spelled(row.path), config.at_line(row.path))
+        problems.append(Problem(name, shown(config.value_at(row.path)), clause, row.fix, line))
     if problems:
         raise ConfigError(problems)
 

@@ -199,9 +199,28 @@ class DistConfig(Frozen):
             result = _with_value(result, path.split("."), value)
         sources = {**self.sources, **{path: source for path, (_, source) in changes.items()}}
         fresh = tuple(note for note in notes if note not in self.notes)
+        return self._as(result, sources, self.notes + fresh)
+
+    def without(self, *paths: str) -> DistConfig:
+        """A copy as if the file did not have these sections or arguments: nothing of them is left to be filled or compared.
+
+        `paths`: `optimizer`, `scheduler`, or one of their arguments, such as `optimizer.params.lr`.
+        """
+
+        def is_gone(path: str) -> bool:
+            return any(path == gone or path.startswith(f"{gone}.") for gone in paths)
+
+        result: Any = self
+        for path in paths:
+            result = _without(result, path.split("."))
+        sources = {path: source for path, source in self.sources.items() if not is_gone(path)}
+        return self._as(result, sources, self.notes)
+
+    def _as(self, result: DistConfig, sources: Mapping[str, str], notes: tuple[Note, ...]) -> DistConfig:
+        """A copy of `result` that comes from where `self` does."""
         old = self._provenance
-        copy: DistConfig = result.model_copy()
-        copy._provenance = Provenance(old.origin, old.lines, old.notes + fresh, sources, old.spelled)
+        copy = result.model_copy()
+        copy._provenance = Provenance(old.origin, old.lines, notes, sources, old.spelled)
         return copy
 
 
@@ -211,6 +230,13 @@ def _with_value(node: Any, path: list[str], value: object) -> object:
         return {**node, head: _with_value(node[head], rest, value) if rest else value}
     child = _with_value(getattr(node, head), rest, value) if rest else value
     return node.model_copy(update={head: child})
+
+
+def _without(node: Any, path: list[str]) -> object:
+    head, rest = path[0], path[1:]
+    if isinstance(node, Mapping):
+        return {key: value for key, value in node.items() if key != head}
+    return node.model_copy(update={head: _without(getattr(node, head), rest) if rest else None})
 
 
 def fields() -> Mapping[str, FieldInfo]:

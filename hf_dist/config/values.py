@@ -15,7 +15,7 @@ Auto = Literal["auto"]
 AUTO: Auto = "auto"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 
 Coerce = Callable[[Any], Any]
 _T = TypeVar("_T")
@@ -252,12 +252,23 @@ def address(value: object) -> int | str:
 
 
 def memory_nbytes(text: str | int) -> int:
-    """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes. Raises `BadValue`."""
-    match = _MEMORY.fullmatch(str(text).strip())
+    """`80GB` in units of 1000, `80GiB` in units of 1024, `80B` in bytes; an int is bytes. Raises `BadValue`.
+
+    A text without a unit is refused: who writes "80" means gigabytes.
+    """
+    if isinstance(text, int):
+        return text
+    match = _MEMORY.fullmatch(text.strip())
     if match is None:
-        raise BadValue("is not a size", 'Write "80GB" or "80GiB".')
+        try:
+            number = float(text)
+        except ValueError:
+            raise BadValue("is not a size", 'Write "80GB" or "80GiB".') from None
+        raise BadValue(
+            "is a size without a unit", f'Write "{number:g}GB" or "{number:g}GiB", or "B" after a number of bytes.'
+        )
     base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
 def memory_budget(value: object) -> str | int:

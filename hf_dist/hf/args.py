@@ -19,6 +19,7 @@ from hf_dist.config import (
     LauncherSettings,
     axes_of,
     examine,
+    read_config,
     resolve,
     settled,
     with_disagreements,
@@ -26,6 +27,7 @@ from hf_dist.config import (
 )
 from hf_dist.config.convert import left_to_arguments
 from hf_dist.config.foreign_layout import ForeignLayout, keys_of
+from hf_dist.config.refusals import refuse
 from hf_dist.config.sources import splits_batches
 from hf_dist.dist import excepthook, watchdog
 from hf_dist.dist.launch import detect_launch
@@ -46,9 +48,22 @@ _FOREIGN_ENGINES = ("ACCELERATE_USE_FSDP",)
 def config_from_environment(launcher: LauncherSettings | None) -> Any:
     """The config named by HF_DIST_CONFIG or `accelerate launch`, for scripts that name none; None if neither does."""
     named = os.environ.get(CONFIG_VARIABLE)
-    if named or launcher is None:
-        return named or None
-    return launcher.config_file or launcher.base_config()
+    if named:
+        return _of_variable(named, f"{CONFIG_VARIABLE} (or --config of hf_dist.run)")
+    if launcher is None:
+        return None
+    if launcher.config_file:
+        return _of_variable(launcher.config_file, "deepspeed_config_file of accelerate's configuration")
+    return launcher.base_config()
+
+
+def _of_variable(source: str, name: str) -> str:
+    """`source`, which the script has not written itself: an error that it cannot be read names where it was written."""
+    try:
+        read_config(source)
+    except ConfigError as error:
+        raise ConfigError([replace(p, path=name) if p.path == "config" else p for p in error.problems]) from None
+    return source
 
 
 @dataclass
@@ -262,7 +277,9 @@ def _take_compile(args: Any, config: DistConfig) -> DistConfig:
     changes = {"compile.enabled": (True, "auto <- TrainingArguments.torch_compile")}
     if backend is not None:
         changes["compile.backend"] = (backend, "auto <- TrainingArguments.torch_compile_backend")
-    return config.replaced(changes)
+    config = config.replaced(changes)
+    refuse(config)
+    return config
 
 
 def _take_elastic_batch(args: Any, config: DistConfig) -> None:

@@ -66,9 +66,7 @@ def without_trainer(config: DistConfig, accumulation: int) -> DistConfig:
             "given to prepare(), unless these are accelerate's DummyOptim and DummyScheduler. The Trainer and "
             "hf_dist.initialize make them from the configuration."
         )
-        own = [path for path in config.sources if path.startswith(("optimizer.params.", "scheduler.params."))]
-        changes.update({path: (None, "the script") for path in own})
-        changes.update(dict.fromkeys(("optimizer", "scheduler"), (None, "the script")))
+        config = config.without("optimizer", "scheduler")
     if not isinstance(config.gradient_clipping, (int, float)):
         changes["gradient_clipping"] = (0.0, "auto <- accelerator.clip_grad_norm_")
     if not isinstance(config.gradient_accumulation_steps, int):

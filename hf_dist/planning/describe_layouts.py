@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hf_dist.format_bytes import seconds_text, size_text
 from hf_dist.planning.found import Found
@@ -22,6 +22,11 @@ _COLOURS = {
     "bubble": "#bab0ac",
     "optimizer": "#54a24b",
 }
+_NEED, _LIMIT, _LINE = "#72b7b2", "#d62728", "#444444"
+_LEFT, _WIDE, _MEMORY, _NARROW = 330, 480, 920, 260
+_TOP, _BAR, _GAP = 48, 26, 8
+"""Pixels of the picture: the two panels from left to right, the bars from above."""
+_MOST_TICKS = 6
 _MOST_REASONS = 3
 
 
@@ -105,24 +110,54 @@ def layout_dict(found: Found, first: Found) -> dict[str, object]:
     }
 
 
-def draw_layouts(found: Sequence[Found]) -> Picture:
-    """One bar per layout, as long as its step, in the colours of the step's parts."""
-    left, width, height, top = 330, 620, 26, 34
-    longest = max(each.time.seconds for each in found)
-    picture = Picture(12, left + width + 200, top + len(found) * (height + 8) + 8)
-    at = left
-    for part in PARTS:
+def draw_layouts(found: Sequence[Found], device: int | None = None) -> Picture:
+    """One bar per layout, as long as its step, in the colours of the step's parts; beside it the memory that it needs.
+
+    `device`: bytes of a rank's device, drawn as a line over the memory.
+    """
+    shown = [part for part in PARTS if any(each.time.parts[part] > 0 for each in found)]
+    bottom = _TOP + len(found) * (_BAR + _GAP)
+    picture = Picture(12, _MEMORY + _NARROW + 90, bottom + 24)
+    at = float(_LEFT)
+    for part in shown:
         picture.box(at, 8, 10, 10, _COLOURS[part])
         picture.words(at + 14, 17, part)
         at += 40 + 7 * len(part)
+    picture.words(_LEFT, 34, "time of a step")
+    picture.words(_MEMORY, 34, "memory that a device needs")
+    longest = max(each.time.seconds for each in found)
+    most = max(*(each.plan.device_need for each in found), device or 0) / 1e9
+    _axis(picture, _LEFT, _WIDE, longest, bottom, seconds_text)
+    _axis(picture, _MEMORY, _NARROW, most, bottom, "{:.4g} GB".format)
     for i, each in enumerate(found):
-        y, x = top + i * (height + 8), float(left)
-        picture.words(left - 8, y + 17, each.layout.text, anchor="end")
-        for part in PARTS:
+        y, x = _TOP + i * (_BAR + _GAP), float(_LEFT)
+        picture.words(_LEFT - 8, y + 17, each.layout.text, anchor="end")
+        for part in shown:
             seconds = each.time.parts[part]
-            length = width * seconds / longest
+            length = _WIDE * seconds / longest
             if length > 0.2:
-                picture.box(x, y, length, height, _COLOURS[part], title=f"{part} {seconds_text(seconds)}")
+                picture.box(x, y, length, _BAR, _COLOURS[part], title=f"{part} {seconds_text(seconds)}")
             x += length
-        picture.words(x + 6, y + 17, f"{seconds_text(each.time.seconds)}, {size_text(each.plan.device_need)}")
+        picture.words(x + 6, y + 17, seconds_text(each.time.seconds))
+        need = each.plan.device_need
+        picture.box(_MEMORY, y, _NARROW * need / 1e9 / most, _BAR, _NEED, title=size_text(need))
+        picture.words(_MEMORY + _NARROW * need / 1e9 / most + 6, y + 17, size_text(need))
+    if device is not None:
+        x = _MEMORY + _NARROW * device / 1e9 / most
+        picture.box(x - 1, _TOP - 6, 2, bottom - _TOP + 6, _LIMIT, title=f"the device: {size_text(device)}")
+        picture.words(x, 18, f"the device: {size_text(device)}", anchor="middle")
     return picture
+
+
+def _axis(
+    picture: Picture, left: float, width: float, most: float, bottom: float, text: Callable[[float], str]
+) -> None:
+    """A line below the bars, with ticks at round numbers up to `most`; `text` is a tick's label."""
+    step = next(
+        n * 10.0**power for power in range(-9, 12) for n in (1, 2, 5) if most / (n * 10.0**power) <= _MOST_TICKS
+    )
+    picture.box(left, bottom, width, 1, _LINE)
+    for i in range(int(most / step * (1 + 1e-9)) + 1):
+        x = left + width * i * step / most
+        picture.box(x, bottom, 1, 5, _LINE)
+        picture.words(x, bottom + 18, text(i * step) if i else "0", anchor="middle")

@@ -20,23 +20,28 @@ _PART = 64
 """The answer is short by at most this part of it."""
 
 
-def longest_rows(plan_at: Callable[[int], MemoryPlan], limits: Limits, ranks: int) -> int | None:
+def longest_rows(
+    plan_at: Callable[[int], MemoryPlan], limits: Limits, ranks: int, positions: int | None = None
+) -> int | None:
     """Tokens of the longest row that fits `limits`, a multiple of `ranks`; None if memory sets no limit, 0 if none fits.
 
-    `plan_at(tokens)`: the plan for rows of that length, shared over `ranks`.
+    `plan_at(tokens)`: the plan for rows of that length, shared over `ranks`. `positions`: the model runs on no longer rows.
     """
     if limits.device is None and limits.host is None:
         return None
     short, long = (tokens * ranks for tokens in _PROBES)
+    most = _MOST if positions is None else positions // ranks * ranks
+    if most < long:
+        if most == 0 or not plan_at(most).over(limits):
+            return most
+        short, long = max(ranks, most // 4 // ranks * ranks), most
     first, second = plan_at(short), plan_at(long)
     if first.problem:
         return None
     while (
-        (second.device_peak, second.host) == (first.device_peak, first.host)
-        and long < _MOST
-        and not second.over(limits)
+        (second.device_peak, second.host) == (first.device_peak, first.host) and long < most and not second.over(limits)
     ):
-        long *= 4
+        long = min(4 * long, most)
         second = plan_at(long)
     bounds = []
     for limit, small, large in (
@@ -47,10 +52,12 @@ def longest_rows(plan_at: Callable[[int], MemoryPlan], limits: Limits, ranks: in
             bounds.append(short + (limit - small) * (long - short) / (large - small))
     if not bounds:
         return 0 if first.over(limits) else None
-    fits, over, more = 0, max(ranks, int(min(bounds)) // ranks * ranks), 0
+    fits, over, more = 0, min(most, max(ranks, int(min(bounds)) // ranks * ranks)), 0
     while not plan_at(over).over(limits):
+        if over == most:
+            return most
         more = 2 * more or _step(over, ranks)
-        fits, over = over, over + more
+        fits, over = over, min(most, over + more)
     while over - fits > _step(fits, ranks):
         middle = (fits + over) // 2 // ranks * ranks
         fits, over = (fits, middle) if plan_at(middle).over(limits) else (middle, over)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,21 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "in")
     with pytest.raises(CheckpointError, match="no adapter"):
         export(tmp_path / "in", tmp_path / "out", merge_lora=True)
+
+
+@pytest.mark.parametrize("named", [None, "", "a/model-that-is-nowhere"])
+def test_an_adapter_that_names_no_base_is_refused_and_takes_one_that_is_given(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an empty name is no name, not the current folder
+    base_and_adapter(tmp_path, "llama", torch.float32, target_modules=["q_proj"])
+    file = tmp_path / "adapter" / "adapter_config.json"
+    whole = str(tmp_path / "base")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
+    says = f"is {named!r}, which is neither a folder" if named else "names no base model"
+    with pytest.raises(CheckpointError, match=f"{says}.*--base FOLDER"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_lora=True)
+    with pytest.raises(CheckpointError, match=r"--base .*is read with --merge-lora only"):
+        export(tmp_path / "adapter", tmp_path / "out", base=whole)
+    export(tmp_path / "adapter", tmp_path / "out", merge_lora=True, base=whole)
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
@@ -21,6 +23,31 @@ def test_all_configs_are_described_in_their_readme() -> None:
     readme = (REPO / "configs" / "README.md").read_text()
     assert CONFIGS
     assert [path.name for path in CONFIGS if f"`{path.name}`" not in readme] == []
+
+
+def test_no_two_examples_save_to_the_same_folder() -> None:
+    folders = [
+        folder
+        for path in sorted((REPO / "examples").glob("*.*"))
+        if path.suffix in (".py", ".sh") and path.name != "classify.py"  # which reads one
+        for folder in set(re.findall(r"\b(?:output_dir|output|default)\)?=\"?(runs/\w+)", path.read_text()))
+    ]
+    assert len(folders) > 8 and sorted(set(folders)) == sorted(folders)
+
+
+def test_the_process_that_writes_the_small_model_draws_the_same_numbers_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its adapters would differ from those of the others, and the first run's from the second's."""
+    monkeypatch.syspath_prepend(str(REPO / "examples"))
+    import small_causal_lm  # type: ignore[import-not-found, unused-ignore]
+
+    monkeypatch.setattr(small_causal_lm, "read_texts", lambda *a, **k: ["def f(a): return a"] * 40)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    small_causal_lm.write_small_causal_lm(tmp_path / "start")
+    assert (tmp_path / "start" / "model.safetensors").exists() and torch.equal(torch.rand(4), expected)
 
 
 # By default torchrun's agent, which is accelerate's launcher, too, is started for real in `ecosystem/test_run.py`.

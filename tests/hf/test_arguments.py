@@ -75,6 +75,42 @@ def test_a_variable_serves_scripts_that_cannot_be_edited(
     assert stage_of(arguments(tmp_path, dist_config={"zero_optimization": {"stage": 1}})) == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("gone.json", "gone.json does not exist"),
+        ("zero.yaml", "zero.yaml is a YAML file, not a JSON file. Convert it: hf-dist config convert .*zero.yaml"),
+    ],
+)
+def test_a_file_that_is_no_json_is_told_with_who_named_it(
+    file: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED")
+    name = str(tmp_path / file)
+    with pytest.raises(ConfigError, match=f"^config: .*{says}"):
+        arguments(tmp_path, dist_config=name)
+    monkeypatch.setenv("HF_DIST_CONFIG", name)
+    with pytest.raises(ConfigError, match=f"^HF_DIST_CONFIG .*: .*{says}"):
+        arguments(tmp_path)
+    with pytest.raises(ConfigError, match=f"^HF_DIST_CONFIG .*: .*{says}"):
+        DistAccelerator(cpu=True)
+    monkeypatch.delenv("HF_DIST_CONFIG")
+    under_deepspeed_of_accelerate(monkeypatch, DEEPSPEED_CONFIG_FILE=name)
+    with pytest.raises(ConfigError, match=f"^deepspeed_config_file of accelerate's configuration: .*{says}"):
+        arguments(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["pipeline.stages", "tensor_parallel.autotp_size"])
+def test_an_argument_that_is_refused_is_named_as_the_argument(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ConfigError) as caught:
+        arguments(tmp_path, dist_config={section: {name: 2}}, torch_compile=True)
+    said = f"TrainingArguments.torch_compile: true is not available together with {key} above 1"
+    assert str(caught.value).startswith(said) and "compile.enabled" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"- compile.enabled: true"):
+        arguments(tmp_path, dist_config={section: {name: 2}, "compile": {"enabled": True}}, torch_compile=True)
+
+
 @pytest.mark.parametrize("option", ["--dist_config", "--deepspeed"])
 def test_the_command_line_takes_a_file(option: str, path: str, tmp_path: Path) -> None:
     line = ["--output_dir", str(tmp_path), "--use_cpu", "--max_grad_norm", "0.25", option, path]

@@ -49,9 +49,9 @@ def test_a_picture_is_svg_or_png(tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     picture.save(tmp_path / "mesh.png")
     pixels = pyplot.imread(tmp_path / "mesh.png")
-    assert pixels.shape[:2] == pytest.approx((picture.height, picture.width), abs=1)
-    assert len({tuple(pixel) for pixel in pixels[20, :, :3].round(2)}) > 1, "ranks of a machine in this row"
-    assert (pixels[int(picture.height) - 26, :, :3] < 0.5).any(), "words"
+    assert pixels.shape[:2] == pytest.approx((2 * picture.height, 2 * picture.frame[1]), abs=1)
+    assert len({tuple(pixel) for pixel in pixels[40, :, :3].round(2)}) > 1, "ranks of a machine in this row"
+    assert (pixels[2 * int(picture.height) - 52, :, :3] < 0.5).any(), "words"
 
 
 def test_the_command_says_the_bytes_of_a_model(tmp_path: Path) -> None:

@@ -140,3 +140,23 @@ def test_killed_while_it_evaluates_it_goes_on_with_the_same_one(number: signal.S
     run(root, words)
     assert asked(tmp_path) == [1, 2, 2] and first.is_dir() and not held.exists()
     assert [line["checkpoint"] for line in lines(root)] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_folder_that_does_not_exist_is_waited_for_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "out-of-run", 1)
+    with pytest.raises(CheckpointError, match="out-of-rum does not exist, after 0 s"):
+        watch(tmp_path / "out-of-rum", ["true"], poll=0.05, idle=0.0)
+    said = capsys.readouterr().out
+    assert (
+        "out-of-rum does not exist: waiting for the run that makes it (did you mean" in said and "out-of-run?" in said
+    )
+    assert not (tmp_path / "out-of-rum").exists()
+
+
+def test_a_folder_without_a_checkpoint_says_that_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    watch(tmp_path / "out", ["true"], poll=0.05, idle=0.1)
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path / 'out'}: 0 evaluated, waiting for the next complete checkpoint"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from hf_dist.parallel.experts.load_file import ExpertLoad
 from hf_dist.svg import Picture
 
 __all__ = ["balance_lines", "draw_balance"]
 
-_MOST_WIDTH, _CELL, _ROW, _TOP = 720, 24, 22, 52
+_MOST_WIDTH, _CELL, _LABEL, _ROW, _TOP = 720, 24, 64, 22, 52
 
 
 def balance_lines(load: ExpertLoad) -> list[str]:
@@ -30,7 +32,8 @@ def draw_balance(load: ExpertLoad) -> Picture:
     names = [_short(path) for path in load.layers]
     experts = max(map(len, load.layers.values()))
     left = 12 + 7 * max(map(len, names))
-    cell = min(_CELL, _MOST_WIDTH / experts)
+    cell = min(_MOST_WIDTH / experts, max(_CELL, _LABEL * load.ranks / experts))
+    every = math.ceil(_LABEL * load.ranks / (experts * cell))  # the ranks that are named: their names need room
     bottom = _TOP + len(names) * _ROW
     picture = Picture(size=12, width=left + experts * cell + 160, height=bottom + 32)
     steps = f"steps {load.first_step} to {load.last_step}"
@@ -47,7 +50,7 @@ def draw_balance(load: ExpertLoad) -> Picture:
     for rank in range(load.ranks + 1):
         x = left + rank * experts * cell / load.ranks
         picture.box(x - 0.5, _TOP - 4, 1, bottom - _TOP + 4, "#000000")
-        if rank < load.ranks:
+        if rank < load.ranks and rank % every == 0:
             picture.words(x + 4, _TOP - 8, f"rank {rank}")
     for i, ratio in enumerate((0.0, 0.5, 1.0, 1.5, 2.0)):
         x = left + i * 70

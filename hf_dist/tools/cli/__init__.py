@@ -55,9 +55,12 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:
-    """Entry point of the console script. Errors of hf_dist are printed without a traceback; exit code 1."""
+    """Entry point of the console script. Errors of hf_dist and of files are printed without a traceback; exit code 1."""
     try:
         app()
     except HfDistError as error:
         print(error, file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:  # a file or folder that cannot be read or written
+        print(f"{error.filename}: {error.strerror}" if error.filename else error, file=sys.stderr)
         sys.exit(1)

@@ -7,10 +7,17 @@ from typing import Annotated
 
 import typer
 
+from hf_dist.tools.cli.written import to_write, writing
+
 __all__ = ["balance"]
 
 Folder = Annotated[Path, typer.Argument(help="The output folder of a Trainer, or its expert_load.json.")]
-Output = Annotated[Path | None, typer.Option(help="Also write the picture here, as .svg or .png.", show_default=False)]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the picture here, as .svg or .png.", show_default=False, callback=to_write("picture")
+    ),
+]
 
 
 def balance(folder: Folder, output: Output = None) -> None:
@@ -21,5 +28,6 @@ def balance(folder: Folder, output: Output = None) -> None:
     load = read_load(folder)
     print("\n".join(balance_lines(load)))
     if output is not None:
-        draw_balance(load).save(output)
+        with writing(output):
+            draw_balance(load).save(output)
         print(f"wrote {output}")

@@ -15,6 +15,7 @@ from rich.console import Console
 from hf_dist.errors import HfDistError
 from hf_dist.tools.bench.asked import Asked
 from hf_dist.tools.cli.options import signature_of
+from hf_dist.tools.cli.written import to_write, write_texts, writing
 
 __all__ = ["bench"]
 
@@ -34,7 +35,10 @@ _OPTIONS: dict[str, Any] = {
     ),
     "dtype": typer.Option(help="bf16 (with fp32 master weights) or fp32, whatever the configs say."),
     "data": typer.Option(help="synthetic, JSON lines (input_ids or text, labels), or a text file."),
-    "output": typer.Option(help="Folder for bench.json, bench.png, bench.svg; or a .svg or .png file."),
+    "output": typer.Option(
+        help="Folder for bench.json, bench.png, bench.svg; or a .svg or .png file.",
+        callback=to_write("folder or picture"),
+    ),
     "deepspeed_python": typer.Option(
         "--deepspeed-python", help="A Python interpreter that has deepspeed, if this one does not.", show_default=False
     ),
@@ -73,12 +77,12 @@ def bench(**options: Any) -> None:
         loads = [run.load for run in runs]
         print(f"load of the machine when runs began: {min(loads):.1f} to {max(loads):.1f}, {os.cpu_count()} cores")
     file, pictures = _files(asked.output)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(as_json(prepared, rows, runs), indent=1) + "\n", encoding="utf-8")
+    write_texts({file: json.dumps(as_json(prepared, rows, runs), indent=1) + "\n"})
     files = [file]
     if any(not row.error for row in rows):
         try:
-            draw(rows, work, title, pictures)
+            with writing(file.parent):
+                draw(rows, work, title, pictures)
             files += pictures
         except NoMatplotlibError as error:
             print(error)

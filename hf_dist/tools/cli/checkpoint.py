@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_dist.format_bytes import size_text
+from hf_dist.tools.cli.written import to_write
 
 if TYPE_CHECKING:
     from hf_dist.checkpoint.describe import Description
@@ -21,22 +22,37 @@ LISTED = 40
 """Most files that `inspect` names before it only counts them."""
 
 Folder = Annotated[Path, typer.Argument(help="A folder such as out/checkpoint-100.", show_default=False)]
-Out = Annotated[Path, typer.Argument(help="The HF folder to write; new or empty.", show_default=False)]
+Out = Annotated[
+    Path, typer.Argument(help="The HF folder to write; new or empty.", show_default=False, callback=to_write("folder"))
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16 or fp32 (from the master weights, if there are any).")
 ]
 Size = Annotated[str, typer.Option("--max-shard-size", help="Largest weight file, such as 5GB.")]
 Merge = Annotated[bool, typer.Option("--merge-lora", help="Add the LoRA adapter in the folder to its base model.")]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        help="With --merge-lora: the base model, a folder or an ID; default: the one that the adapter names.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def export(
-    checkpoint: Folder, out: Out, dtype: Dtype = None, max_shard_size: Size = "5GB", merge_lora: Merge = False
+    checkpoint: Folder,
+    out: Out,
+    dtype: Dtype = None,
+    max_shard_size: Size = "5GB",
+    merge_lora: Merge = False,
+    base: Base = None,
 ) -> None:
     """Write the model of a checkpoint as an HF folder, in another dtype or split into other files. Needs no GPU."""
     from hf_dist.checkpoint.export import export as write
 
-    write(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, merge_lora=merge_lora, report=print)
+    write(checkpoint, out, dtype=dtype, max_shard_size=max_shard_size, merge_lora=merge_lora, base=base, report=print)
 
 
 def inspect(checkpoint: Folder, as_json: Json = False) -> None:

@@ -21,6 +21,7 @@ from hf_dist.config import (
     read_config,
     resolve,
     shown,
+    similar_files,
     with_disagreements,
 )
 from hf_dist.config.convert import Conversion, from_fsdp_arguments
@@ -30,6 +31,7 @@ from hf_dist.config.meaning import meaning, sentences
 from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.tools.cli.script_arguments import sources_from
+from hf_dist.tools.cli.written import to_write, write_texts
 
 __all__ = ["app"]
 
@@ -109,7 +111,9 @@ def convert(
     ] = None,
     fsdp: Annotated[str | None, typer.Option(help='The value of --fsdp, e.g. "full_shard auto_wrap".')] = None,
     fsdp_config: Annotated[Path | None, typer.Option(help="The JSON of --fsdp_config.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write; default: print.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write; default: print.", show_default=False, callback=to_write("file"))
+    ] = None,
 ) -> None:
     """Create a config from accelerate's YAML, the Trainer's fsdp arguments, or the layout keys of another tool's file.
 
@@ -122,7 +126,7 @@ def convert(
     if output is None:
         print(text)
     else:
-        output.write_text(text + "\n", encoding="utf-8")
+        write_texts({output: text + "\n"}, show=True)
     for key, reason in conversion.notes.items():
         print(f"{key}: {reason}", file=sys.stderr)
     load_config(conversion.config)  # reports, by path, what is not available
@@ -188,7 +192,11 @@ def _other_file(source: Path) -> dict[str, Any]:
     try:
         text = source.read_text(encoding="utf-8")
         data = _toml(text) if source.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # a TOMLDecodeError is a ValueError
+    except FileNotFoundError:
+        raise ConfigError(Problem("source", str(source.absolute()), "does not exist", similar_files(source))) from None
+    except OSError as error:
+        raise ConfigError(Problem("source", str(source), f"cannot be read: {error.strerror}", "")) from None
+    except (ValueError, yaml.YAMLError) as error:  # a TOMLDecodeError is a ValueError
         raise ConfigError(Problem("source", str(source), f"cannot be read: {error}", "")) from None
     if not isinstance(data, dict):
         raise ConfigError(

@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dist.config import load_config, read_config
+import typer
+
+from hf_dist.config import canonical, load_config
 from hf_dist.errors import ConfigError, Problem
-from hf_dist.tools.cli.planned import resolved_config, write_suggestions
+from hf_dist.tools.cli.planned import EXIT_DOES_NOT_FIT, resolved_config, suggestions
+from hf_dist.tools.cli.written import write_texts, writing
 
 if TYPE_CHECKING:
     from hf_dist.planning.found import Found
     from hf_dist.planning.memory_plan import Limits
+    from hf_dist.planning.search import Search
 
-__all__ = ["AskedLayouts", "print_layouts"]
+__all__ = ["AskedLayouts", "base_of_layouts", "print_layouts"]
 
 _START: dict[str, Any] = {"gradient_clipping": "auto", "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}
 """The base config for layouts if no file is named."""
@@ -62,34 +67,57 @@ class AskedLayouts:
         return rows
 
 
+def base_of_layouts(file: Path | Mapping[str, object] | None) -> dict[str, Any]:
+    """The config that every layout starts from: that of the file, if there is one, without the keys that the search decides."""
+    data = _START if file is None else canonical(file)
+    data = {key: value for key, value in data.items() if key not in _OF_LAYOUTS}
+    zero = data.get("zero_optimization", {})
+    return {**data, "zero_optimization": {key: value for key, value in zero.items() if key != "mics_shard_size"}}
+
+
 def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, output: Path | None, as_json: bool) -> None:
-    """Search, and print the layouts found."""
-    from hf_dist.planning.describe_layouts import draw_layouts, layout_dict, layout_table, other_lines
+    """Search, and print the layouts found, then write files. Exit code 3 (`typer.Exit`) if none fits."""
+    from hf_dist.planning.describe_layouts import draw_layouts, layout_dict
     from hf_dist.planning.hardware import Hardware
     from hf_dist.planning.layouts import Wanted
     from hf_dist.planning.overhead import estimated, measured_base
     from hf_dist.planning.search import Search
-    from hf_dist.planning.why_none import why_none
 
-    data = _START if asked.config is None else read_config(asked.config).data
-    data = {key: value for key, value in data.items() if key not in _OF_LAYOUTS}
-    zero = data.get("zero_optimization", {})
-    data["zero_optimization"] = {key: value for key, value in zero.items() if key != "mics_shard_size"}
+    data = base_of_layouts(asked.config)
     config = resolved_config(load_config(data), 1, 1, model)
     wanted = Wanted(asked.ranks, asked.rows, asked.seq, asked.ranks_per_machine)
     hardware = Hardware(ranks_per_machine=asked.ranks_per_machine)
     beside = functools.partial(estimated, base=measured_base())
     search = Search(model, config, wanted, asked.limits, hardware, beside)
     found = search.best(_SHOWN)
-    files = _write(data, asked, suggest, found) if suggest is not None and found else []
-    if output is not None and found:
-        draw_layouts(found).save(output)
+    name = asked.config.stem if asked.config is not None else "layout"
+    files = {} if suggest is None else suggestions(name, data, suggest, [each.layout.values for each in found])
     if as_json:
         rows = [layout_dict(each, found[0]) for each in found]
         print(json.dumps({"layouts": rows, "suggestions": [str(file) for file in files]}, indent=2))
+    else:
+        _print(asked, search, found)
+    if not found:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+    write_texts(files)
+    if output is not None:
+        with writing(output):
+            draw_layouts(found, asked.limits.device).save(output)
+    if as_json:
         return
+    for file, each in zip(files, found, strict=False):
+        print(f"wrote {file}: {each.layout.text}")
+    if output is not None:
+        print(f"wrote {output}")
+
+
+def _print(asked: AskedLayouts, search: Search, found: list[Found]) -> None:
+    from hf_dist.planning.describe_layouts import layout_table, other_lines
+    from hf_dist.planning.why_none import why_none
+
+    hardware = search.hardware
     batch = f"{asked.rows} rows of {asked.seq} tokens a step"
-    print(f"{asked.model}: {asked.ranks} GPUs, {asked.ranks_per_machine} on a machine, {batch}, {config.dtype}")
+    print(f"{asked.model}: {asked.ranks} GPUs, {asked.ranks_per_machine} on a machine, {batch}, {search.config.dtype}")
     if not found:
         print(f"{why_none(search)}\nUse more GPUs, shorter rows, a smaller batch, or offload in --config.")
         return
@@ -99,12 +127,3 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
     speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"
     print(f"bytes are per rank and step; times come from a model ({speeds}): only ratios are meaningful.")
     print("Measure with `hf-dist tune`.")
-    for file, each in zip(files, found, strict=False):
-        print(f"wrote {file}: {each.layout.text}")
-    if output is not None:
-        print(f"wrote {output}")
-
-
-def _write(data: dict[str, object], asked: AskedLayouts, folder: Path, found: list[Found]) -> list[Path]:
-    name = asked.config.stem if asked.config is not None else "layout"
-    return write_suggestions(name, data, folder, [each.layout.values for each in found])

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_dist.config import load_config, read_config
+from hf_dist.config import canonical, load_config
 from hf_dist.config.values import BadValue, memory_nbytes
 from hf_dist.dist.axes import RANKS_PER_MACHINE
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.tools.cli.layouts import AskedLayouts, print_layouts
 from hf_dist.tools.cli.options import signature_of
-from hf_dist.tools.cli.planned import meta_model, resolved_config, write_suggestions
+from hf_dist.tools.cli.planned import EXIT_DOES_NOT_FIT, meta_model, resolved_config, row_tokens, suggestions
+from hf_dist.tools.cli.written import to_write, write_texts
 
 if TYPE_CHECKING:
     from hf_dist.planning.advice import Tried
@@ -32,14 +33,23 @@ _OPTIONS: dict[str, Any] = {
     "world_size": typer.Option(help="Ranks of the job, one per device.", min=1),
     "device_memory": typer.Option(help="Memory of one device, such as 80GB.", show_default=False),
     "host_memory": typer.Option(help="Memory of one machine: 512GB, or 512GB/4 for 4 ranks.", show_default=False),
-    "seq": typer.Option(help="Tokens per sample: 2048, 128k (131072), 1M (1048576)."),
+    "seq": typer.Option(
+        help="Tokens per sample: 2048, 128k (131072), 1M (1048576); default: 2048, or all positions of the model if fewer.",
+        show_default=False,
+    ),
     "micro_batch": typer.Option(help="Samples per rank and forward.", min=1, show_default=False),
-    "suggest": typer.Option(help="Write the cheapest configs that fit into this folder.", show_default=False),
+    "suggest": typer.Option(
+        help="Write the cheapest configs that fit into this folder.", show_default=False, callback=to_write("folder")
+    ),
     "json": typer.Option("--json", help="Print JSON, for programs."),
     "gpus": typer.Option(help="Find the fastest layouts on this many GPUs.", min=1, show_default=False),
     "gpus_per_node": typer.Option(help="GPUs per machine.", min=1),
     "global_batch": typer.Option(help="With --gpus: rows per step, such as 512, or 4M-tokens.", show_default=False),
-    "output": typer.Option(help="With --gpus: also draw the layouts here, as .svg or .png.", show_default=False),
+    "output": typer.Option(
+        help="With --gpus: also draw the layouts here, as .svg or .png.",
+        show_default=False,
+        callback=to_write("picture"),
+    ),
 }
 
 
@@ -55,7 +65,7 @@ class Asked:
     world_size: int = 1
     device_memory: str | None = None
     host_memory: str | None = None
-    seq: str = "2048"
+    seq: str | None = None
     micro_batch: int | None = None
     suggest: Path | None = None
     json: bool = False
@@ -72,14 +82,17 @@ def plan(**options: Any) -> None:
     The plan is for GPUs, where reductions overlap backward at every stage unless the file disables it.
     An "auto" in the file means the Trainer's default (one microbatch per step, fp32, no checkpointing). So write your
     script's arguments into the file, for example "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.
+
+    Exit code 3: --device-memory or --host-memory is too small for the config, or with --gpus for every layout. 1: an error.
     """
     asked = Asked(**options)
     if asked.gpus is not None:
         host = f"{asked.host_memory}/{asked.gpus_per_node}" if asked.host_memory else None
         limits = _limits(asked.device_memory, host, asked.gpus)
-        per_node, batch = asked.gpus_per_node, asked.global_batch
-        wanted = AskedLayouts(asked.model, asked.config, asked.gpus, per_node, _tokens(asked.seq), batch, limits)
-        print_layouts(wanted, meta_model(asked.model), suggest=asked.suggest, output=asked.output, as_json=asked.json)
+        per_node, batch, meta = asked.gpus_per_node, asked.global_batch, meta_model(asked.model)
+        tokens = row_tokens(meta, None if asked.seq is None else _tokens(asked.seq))
+        wanted = AskedLayouts(asked.model, asked.config, asked.gpus, per_node, tokens, batch, limits)
+        print_layouts(wanted, meta, suggest=asked.suggest, output=asked.output, as_json=asked.json)
     elif asked.config is None:
         raise ConfigError(Problem("--config", "", "is missing", "Name a JSON file, or --gpus to look for layouts."))
     else:
@@ -92,6 +105,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
     from hf_dist.planning.longest import longest_rows
     from hf_dist.planning.overhead import estimated, measured_base
     from hf_dist.planning.planner import Planner, Workload
+    from hf_dist.planning.positions import positions_of
 
     limits = _limits(asked.device_memory, asked.host_memory, asked.world_size)
     meta = meta_model(asked.model)
@@ -99,7 +113,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
     beside = functools.partial(estimated, base=measured_base())
-    tokens = _tokens(asked.seq)
+    tokens = row_tokens(meta, None if asked.seq is None else _tokens(asked.seq))
 
     def planner_of(length: int) -> Planner:
         return Planner(meta, asked.world_size, Workload(micro, length), limits.device, beside)
@@ -107,17 +121,16 @@ def _plan_config(asked: Asked, config: Path) -> None:
     planner = planner_of(tokens)
     now = planner.plan(resolved)
     ranks = resolved.sequence_parallel_size
-    longest = longest_rows(lambda length: planner_of(length).plan(resolved), limits, ranks)
+    longest = longest_rows(lambda length: planner_of(length).plan(resolved), limits, ranks, positions_of(meta))
     tried = try_each(planner, resolved, limits)
     found = cheapest(planner, resolved, limits) if asked.suggest is not None else []
-    changes = [each.change.values for each in found]
-    files = (
-        []
-        if asked.suggest is None
-        else write_suggestions(config.stem, read_config(config).data, asked.suggest, changes)
-    )
+    files: dict[Path, str] = {}
+    if asked.suggest is not None:
+        files = suggestions(config.stem, canonical(config), asked.suggest, [each.change.values for each in found])
     if asked.json:
-        print(json.dumps({**_as_dict(now, limits, tried, files), "longest_rows": longest}, indent=2))
+        print(json.dumps({**_as_dict(now, limits, tried, list(files)), "longest_rows": longest}, indent=2))
+        write_texts(files)
+        _end(now, limits)
         return
     print(
         f"{asked.model}: microbatches of {micro} x {tokens} tokens, {asked.world_size} ranks, {resolved.dtype}, {config}"
@@ -126,11 +139,18 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if longest is not None:
         shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
         print(f"longest rows that fit: {longest} tokens{shared}")
+    write_texts(files)
     if asked.suggest is not None:
         for file, each in zip(files, found, strict=True):
             print(f"wrote {file}: {each.change.text or 'unchanged'}")
         if not files:
             print("nothing fits: use more ranks, shorter samples, or a smaller model")
+    _end(now, limits)
+
+
+def _end(now: MemoryPlan, limits: Limits) -> None:
+    if now.over(limits):
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 plan.__signature__ = signature_of(Asked, _OPTIONS)  # type: ignore[attr-defined]
@@ -186,7 +206,7 @@ def _limits(device: str | None, host: str | None, world_size: int) -> Limits:
 
 
 def _nbytes(option: str, text: str | None) -> int | None:
-    """`80GB` in units of 1000, `80GiB` in units of 1024; a plain number is bytes."""
+    """`80GB` in units of 1000, `80GiB` in units of 1024. Raises `ConfigError` for a number without a unit."""
     try:
         return None if text is None else memory_nbytes(text)
     except BadValue as bad:

@@ -16,11 +16,17 @@ from hf_dist.config import (
     resolve_without_trainer,
     with_elastic_batch,
 )
+from hf_dist.config.accelerate import put
 from hf_dist.config.values import is_auto
-from hf_dist.errors import ModelError
+from hf_dist.errors import ConfigError, ModelError, Problem
 
-__all__ = ["meta_model", "resolved_config", "write_suggestions"]
+__all__ = ["EXIT_DOES_NOT_FIT", "meta_model", "resolved_config", "row_tokens", "suggestions"]
 
+EXIT_DOES_NOT_FIT = 3
+"""The exit code of `hf-dist plan` if the memory is known and too small. 1 is an error, 2 a wrong command line."""
+
+_TOKENS = 2048
+"""Tokens of a row if the command line does not say."""
 _MICRO, _STEPS, _TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
@@ -56,32 +62,38 @@ def resolved_config(read: DistConfig, world_size: int, micro: int | None, model:
             changes[path] = (False, "plan")
     if is_auto(read.hf_dist.tiled_loss) or read.source_of("hf_dist.tiled_loss") == "default":
         changes["hf_dist.tiled_loss"] = (True, "plan")
-    config = read.replaced(changes)
-    optimizer = config.optimizer
-    if optimizer is not None:
-        known = {key: value for key, value in optimizer.params.items() if not is_auto(value)}
-        optimizer = optimizer.model_copy(update={"params": known})
-    config = config.model_copy(update={"optimizer": optimizer, "scheduler": None})
+    params = {} if read.optimizer is None else read.optimizer.params
+    unknown = [f"optimizer.params.{key}" for key, value in params.items() if is_auto(value)]
+    config = read.replaced(changes).without("scheduler", *unknown)
     return resolve_without_trainer(config, data_ranks=ranks, hidden_size=hidden_size_of(model.config), on_gpu=True)
 
 
-def write_suggestions(
+def row_tokens(model: Any, asked: int | None) -> int:
+    """Tokens of a row: `asked` with --seq, or as many as usual. Raises `ConfigError` if the model has fewer positions."""
+    from hf_dist.planning.positions import positions_of
+
+    most = positions_of(model)
+    if asked is None:
+        return _TOKENS if most is None else min(_TOKENS, most)
+    if most is not None and asked > most:
+        expected = f"tokens are more than the {most} positions of the model"
+        raise ConfigError(Problem("--seq", str(asked), expected, f"Write {most} or less."))
+    return asked
+
+
+def suggestions(
     name: str, data: Mapping[str, object], folder: Path, found: Iterable[Mapping[str, object]]
-) -> list[Path]:
-    """Write a file `name`_1.json, ... for each entry of `found`: `data` with those values, by JSON path. Each is read back."""
-    folder.mkdir(parents=True, exist_ok=True)
+) -> dict[Path, str]:
+    """A file `name`_1.json, ... for each entry of `found`: `data` (as `canonical` gives it) with those values, by JSON path.
+
+    Path -> text, which is a valid config.
+    """
     kept = {key: value for key, value in data.items() if key != "$schema"}  # its path is relative to the original file
-    files = []
+    files = {}
     for number, values in enumerate(found, start=1):
         changed = copy.deepcopy(kept)
         for path, value in values.items():
-            *sections, key = path.split(".")
-            section: dict[str, Any] = changed
-            for part in sections:
-                section = section.setdefault(part, {})
-            section[key] = value
-        file = folder / f"{name}_{number}.json"
-        file.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
-        load_config(file)
-        files.append(file)
+            put(changed, path, value)
+        load_config(changed)
+        files[folder / f"{name}_{number}.json"] = json.dumps(changed, indent=2) + "\n"
     return files

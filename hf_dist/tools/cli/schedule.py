@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hf_dist.tools.cli.written import to_write, writing
+
 __all__ = ["schedule"]
 
 Config = Annotated[
@@ -18,7 +20,10 @@ Microbatches = Annotated[
     int | None, typer.Option("--microbatches", help="Of one optimizer step: gradient_accumulation_steps; default 8.")
 ]
 Virtual = Annotated[int | None, typer.Option("--virtual-stages", help="Stages per rank, for interleaved_1f1b.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Also write the picture here, as .svg or .png.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", help="Also write the picture here, as .svg or .png.", callback=to_write("picture")),
+]
 
 
 def schedule(
@@ -50,5 +55,6 @@ def schedule(
     validate(plan)
     print(draw_text(plan))
     if output is not None:
-        draw_schedule(plan).save(output)
+        with writing(output):
+            draw_schedule(plan).save(output)
         print(f"wrote {output}")

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_dist.config import DistConfig, axes_of, load_config, read_config
+from hf_dist.config import DistConfig, axes_of, canonical, load_config, read_config
 from hf_dist.config.load import examine
 from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, HfDistError, Problem
+from hf_dist.tools.cli.written import to_write, write_texts
 
 if TYPE_CHECKING:
     from hf_dist.tools.bench.rounds import Row
@@ -51,7 +52,7 @@ Ranks = Annotated[
 Steps = Annotated[int, typer.Option(help="Timed steps per run.", min=1)]
 Rounds = Annotated[int, typer.Option(help="Runs of each candidate, interleaved.", min=1)]
 Dtype = Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")]
-Output = Annotated[Path, typer.Option(help="Where the best config is written.")]
+Output = Annotated[Path, typer.Option(help="Where the best config is written.", callback=to_write("file"))]
 
 
 def tune(
@@ -122,7 +123,7 @@ def _tune_files(model: str, folder: Path, micro_batch: str, output: Path, option
             break
     best = _best(speeds, stopped=stopped)
     print(_table(speeds, best, {file: _layout_text(file, config, options["ranks"]) for file, config in found.items()}))
-    output.write_text(best[1].read_text(encoding="utf-8"), encoding="utf-8")
+    write_texts({output: best[1].read_text(encoding="utf-8")}, show=True)
     print(f"wrote {output}; pass --per_device_train_batch_size {best[0]} to the script")
     _end(stopped)
 
@@ -189,10 +190,10 @@ def _sizes(given: str, data: Mapping[str, Any], asked: Mapping[str, Any]) -> lis
 
 def _candidates(data: Mapping[str, Any], folder: Path) -> Iterator[Path]:
     """A file for each listed stage, or each stage compatible with the rest. Other problems of the config are raised."""
-    listed = at(data, _STAGE)
+    listed, data = at(data, _STAGE), canonical(data)
     stages = listed if isinstance(listed, list) else [0, 1, 2, 3]
     for stage in stages:
-        made = copy.deepcopy(dict(data))
+        made = copy.deepcopy(data)
         for key in (_TUNING, "$schema", *_BATCH):
             made.pop(key, None)
         has_section = _STAGE.partition(".")[0] in made
@@ -270,5 +271,5 @@ def _write(best: dict[str, object], size: int, data: Mapping[str, object], outpu
     result = {**kept, **best, _MICRO: size}
     if own != size and isinstance(kept.get("gradient_accumulation_steps"), int) and "train_batch_size" in kept:
         result["gradient_accumulation_steps"] = "auto"
-    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_texts({output: json.dumps(result, indent=2) + "\n"}, show=True)
     print(f"wrote {output}; pass --per_device_train_batch_size {size} to the script")

@@ -7,6 +7,7 @@ the checkpoints that have no line. The training run is not contacted: a checkpoi
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import IO, Annotated
 import typer
 
 from hf_dist.errors import CheckpointError
+from hf_dist.tools.cli.written import to_write
 
 __all__ = ["watch"]
 
@@ -29,7 +31,12 @@ RECORD = "hf_dist_watch.jsonl"
 _HELD = ".watched-"
 _PLACE = "{}"
 
-Output = Annotated[Path, typer.Argument(help="The folder that a run writes its checkpoints into.", show_default=False)]
+Output = Annotated[
+    Path,
+    typer.Argument(
+        help="The folder that a run writes its checkpoints into.", show_default=False, callback=to_write("folder")
+    ),
+]
 Command = Annotated[
     list[str],
     typer.Argument(help="The command, after `--`; {} is the checkpoint, otherwise it is appended.", show_default=False),
@@ -46,11 +53,12 @@ def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None
     evaluation, so that `save_total_limit` does not delete it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    output.mkdir(parents=True, exist_ok=True)
+    since = time.monotonic()
+    _wait_for(output, since, poll, idle)
     with _record(output / RECORD) as record:
         for left in output.glob(f"{_HELD}*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
-        since = time.monotonic()
+        has_said = False
         while True:
             done, failed = _tries(output / RECORD, attempts)
             found = _next(output, done | failed)
@@ -61,7 +69,28 @@ def watch(output: Output, command: Command, poll: Poll = 30.0, idle: Idle = None
                 _say_the_end(idle, done, failed)
                 return
             else:
+                if not has_said:
+                    print(f"{output}: {len(done)} evaluated, waiting for the next complete checkpoint", flush=True)
+                has_said = True
                 time.sleep(poll)
+
+
+def _wait_for(output: Path, since: float, poll: float, idle: float | None) -> None:
+    """Until the run has made its folder. A name that is misspelt is told at once, and never made."""
+    if output.is_dir():
+        return
+    parent = output.absolute().parent
+    near = difflib.get_close_matches(
+        output.name, [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+    )
+    hint = f" (did you mean {parent / near[0]}?)" if near else ""
+    print(f"{output} does not exist: waiting for the run that makes it{hint}", flush=True)
+    while not output.is_dir():
+        if idle is not None and time.monotonic() - since >= idle:
+            raise CheckpointError(
+                f"{output} does not exist, after {idle:.0f} s. Name the output folder of a run{hint}."
+            )
+        time.sleep(poll)
 
 
 @contextlib.contextmanager
