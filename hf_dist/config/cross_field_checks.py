@@ -36,6 +36,15 @@ def _on_disk(config: DistConfig) -> bool:
 
 _NEEDS = (
     Needs(
+        (_PARAM,),
+        lambda config: (
+            config.zero_optimization.stage not in (1, 2)
+            or config.zero_optimization.offload_param.device == "none"
+            or config.zero_optimization.offload_optimizer.device != "none"
+        ),
+        'read at stage 3 only; did you mean "offload_optimizer"?',
+    ),
+    Needs(
         tuple(
             f"{_ZERO}.{key}"
             for key in (

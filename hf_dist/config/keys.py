@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from hf_dist.config.findings import Findings
@@ -37,9 +38,7 @@ class _Walk:
     def section(self, section: Mapping[str, object], path: str) -> None:
         """Check every key of one object."""
         common = _common_reason(path)
-        switch = SUPPORT.get(f"{path}.enabled")
-        refused_as_a_whole = switch is not None and switch.status is Status.REFUSED
-        if (common or refused_as_a_whole) and is_off(section.get("enabled", True)):
+        if ends_when_off(path) and is_off(section.get("enabled", True)):
             return
         for key, value in list(section.items()):
             self.key(path, key, value, path if common else "")
@@ -91,6 +90,12 @@ class _Walk:
                 self.key(".".join(sections), name, value)
 
 
+def ends_when_off(path: str) -> bool:
+    """Whether "enabled": false ends the reading of a section: no key of it has an effect, or it is refused as a whole."""
+    switch = SUPPORT.get(f"{path}.enabled")
+    return bool(_common_reason(path)) or (switch is not None and switch.status is Status.REFUSED)
+
+
 def _is_sound(path: str, value: object, findings: Findings) -> bool:
     """Whether a value without effect at least has a valid form; records a problem if not."""
     coerce = IDLE_VALUES.get(path)
@@ -108,6 +113,7 @@ def _object_example(path: str, value: object) -> str:
     return "Remove the key." if example.endswith("{}") else f"Write {example}."
 
 
+@cache
 def _common_reason(path: str) -> str:
     """The reason shared by all keys of a section in which no key has an effect; empty otherwise."""
     if not path:

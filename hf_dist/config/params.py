@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_dist.config import values
+from hf_dist.config import accepts, values
 from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
 from hf_dist.config.findings import Findings
+from hf_dist.config.foreign_keys import INSTEAD
 from hf_dist.config.keys import is_comment
 from hf_dist.config.rows import Status
-from hf_dist.config.spelling import closest, did_you_mean
+from hf_dist.config.spelling import closest, did_you_mean, same_words
 from hf_dist.config.support import SUPPORT
 
+TYPE_PREFIXES = ("torch.optim.", "lr_scheduler.")
+"""What may stand before the name of a class."""
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     **{
         name: "is a 1-bit optimizer, which is not supported: it changes the update (and DeepSpeed has none with ZeRO); "
@@ -41,7 +44,7 @@ REFUSED_SCHEDULES: Mapping[str, str] = {
 """Schedules that are known but not supported, with the clause that says why."""
 
 _LR = values.or_auto(values.real())
-_OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
+OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), _LR),
     "betas": values.or_auto(values.pair(values.real(below=1.0))),
     **dict.fromkeys(("momentum", "rho", "alpha", "lambd", "t0", "lr_decay", "momentum_decay"), values.real()),
@@ -57,10 +60,10 @@ _OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("maximize", "capturable", "differentiable", "decoupled_weight_decay"), values.flag),
     **dict.fromkeys(("foreach", "fused", "fp32_optimizer_states"), values.flag),
 }
-_OWN_VALUES: Mapping[tuple[str, str], values.Coerce] = {("Adafactor", "eps"): values.pair(values.real())}
+OWN_VALUES: Mapping[tuple[str, str], values.Coerce] = {("Adafactor", "eps"): values.pair(values.real())}
 """(optimizer, argument) -> coercion, for names with a special meaning in that optimizer."""
 _RATE = values.reals()
-_SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
+SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
     "warmup_min_lr": values.or_auto(_RATE),
     "warmup_max_lr": values.or_auto(_RATE),
     "warmup_num_steps": values.or_auto(values.whole()),
@@ -80,7 +83,7 @@ _SCHEDULER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("step_size_down", "total_steps", "epochs", "steps_per_epoch"), values.whole(1)),
     **dict.fromkeys(("gamma", "eta_min", "factor", "start_factor", "end_factor", "power"), values.real()),
     **dict.fromkeys(("pct_start", "div_factor", "final_div_factor"), values.real()),
-    "milestones": values.wholes,
+    "milestones": values.wholes(),
     "anneal_strategy": values.choice("cos", "linear"),
     "mode": values.choice("triangular", "triangular2", "exp_range"),
     "scale_mode": values.choice("cycle", "iterations"),
@@ -106,7 +109,7 @@ def checked_optimizer(section: Any, findings: Findings) -> dict[str, Any] | None
             if not row.accepted(value):
                 findings.note(path, row.reason)
         else:
-            _keep(result, path, _OWN_VALUES.get((name, key)) or _OPTIMIZER_VALUES.get(key, _plain), value, findings)
+            _keep(result, path, OWN_VALUES.get((name, key)) or OPTIMIZER_VALUES.get(key, plain), value, findings)
     if result.get("amsgrad") and name in ("Adam", "AdamW") and not result.get("torch_adam"):
         fix = 'Add "torch_adam": true to "optimizer.params".'
         findings.problem("optimizer.params.amsgrad", 'needs "torch_adam"', fix, found=True)
@@ -124,7 +127,7 @@ def checked_scheduler(section: Any, findings: Findings) -> dict[str, Any] | None
     for key, value in params.items():
         path = f"scheduler.params.{key}"
         if key in served[name]:
-            coerce = _SCHEDULER_VALUES[key]
+            coerce = SCHEDULER_VALUES[key]
             coerce = values.needed(coerce) if key in REQUIRED.get(name, ()) else coerce
             _keep(result, path, coerce, value, findings)
         else:
@@ -167,6 +170,10 @@ def _not_a_parameter(path: str, name: str, known: tuple[str, ...], findings: Fin
     if is_comment(key):
         findings.note(path, "a comment", "comment")
         return
+    meant = INSTEAD.get(key, "").removeprefix(f"{path.rpartition('.')[0]}.") or same_words(key, sorted(known))
+    if meant in known:
+        findings.problem(path, f"is not a parameter of {name}", f'Did you mean "{meant}"?')
+        return
     fix = did_you_mean(key, known, f"Remove it; the parameters are {', '.join(sorted(known))}.")
     findings.problem(path, f"is not a parameter of {name}", fix)
 
@@ -183,7 +190,10 @@ def _type(
         return None
     value = section["type"]
     names = {name.lower(): name for name in (*served, *refused)}
-    name = names.get(str(value).strip().lower().removeprefix("torch.optim.").removeprefix("lr_scheduler."))
+    plain_name = str(value).strip().lower()
+    for prefix in TYPE_PREFIXES:
+        plain_name = plain_name.removeprefix(prefix)
+    name = names.get(plain_name)
     if name in served:
         return name
     others = f"Remove the section, or use one of {', '.join(served)}, with its own parameters."
@@ -204,7 +214,9 @@ def _params(section: Mapping[str, object], path: str, findings: Findings) -> Map
     return {}
 
 
-def _plain(value: object) -> Any:
+@accepts.taking({"not": {"type": "string", "pattern": accepts.any_case("auto")}})
+def plain(value: object) -> Any:
+    """The value as written: torch checks it."""
     if values.is_auto(value):
         raise values.nobody_fills()
     return value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from hf_dist.config import accepts
+from hf_dist.config.accepts import Accepts, JsonSchema, either, taking
 
 
 class Status(Enum):
@@ -17,21 +20,24 @@ class Status(Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True)
-class Support:
-    """One row of the table."""
+OFF: JsonSchema = {"$ref": "#/$defs/off"}
+_FALSY = either(
+    {"enum": [False, 0, "", [], {}]}, {"type": "string", "pattern": accepts.any_case("false", "0")}, {"type": "null"}
+)
+OFF_DEFINITION: JsonSchema = either(
+    _FALSY,
+    {"type": "string", "pattern": accepts.any_case("none")},
+    {"type": "object", "required": ["enabled"], "properties": {"enabled": _FALSY}},
+    {
+        "type": "object",
+        "properties": {"enabled": False},
+        "additionalProperties": either({"not": {"type": "object"}}, OFF),
+    },
+)
+"""The definition that `OFF` refers to."""
 
-    status: Status
-    reason: str = ""
-    """NO_EFFECT: a few words for the log; REFUSED: a clause that follows the value."""
-    fix: str = ""
-    """REFUSED: what to do instead, as a sentence."""
-    target: str = ""
-    """MAPPED: the canonical JSON path."""
-    accepted: Callable[[Any], bool] = lambda value: False
-    """Values that request what happens anyway: no error, no note."""
 
-
+@taking(OFF)
 def is_off(value: object) -> bool:
     """Nothing is requested: null, false, 0, "none", empty, or an object that is not `enabled` and has no other active value."""
     if isinstance(value, Mapping):
@@ -53,6 +59,7 @@ def is_true(value: object) -> bool:
     return truthy(value) and str(value).lower() in ("true", "1")
 
 
+@taking(either({"type": "number", "maximum": 1}, accepts.names("auto", "none", "0", "1"), {"type": "boolean"}))
 def at_most_one(value: Any) -> bool:
     """Whether a degree requests no splitting: 0, 1, "auto", "none"."""
     try:
@@ -61,9 +68,48 @@ def at_most_one(value: Any) -> bool:
         return False
 
 
-def is_any_of(*accepted: str) -> Callable[[Any], bool]:
+def is_any_of(*accepted: str) -> Accepts:
     """A test for values whose text is one of `accepted`."""
-    return lambda value: str(value).strip().lower() in accepted
+    return Accepts(lambda value: str(value).strip().lower() in accepted, accepts.names(*accepted))
+
+
+@taking({"type": "null"})
+def is_null(value: object) -> bool:
+    """Nothing but null requests nothing."""
+    return value is None
+
+
+@taking({"enum": [False, 0, "", [], {}]})
+def is_empty(value: object) -> bool:
+    """Nothing is requested: false, 0, or nothing inside."""
+    return not value
+
+
+@taking(accepts.NOTHING)
+def never(value: object) -> bool:
+    """Every value requests something."""
+    return False
+
+
+@taking({})
+def always(value: object) -> bool:
+    """No value needs a word."""
+    return True
+
+
+@dataclass(frozen=True)
+class Support:
+    """One row of the table."""
+
+    status: Status
+    reason: str = ""
+    """NO_EFFECT: a few words for the log; REFUSED: a clause that follows the value."""
+    fix: str = ""
+    """REFUSED: what to do instead, as a sentence."""
+    target: str = ""
+    """MAPPED: the canonical JSON path."""
+    accepted: Accepts = never
+    """Values that request what happens anyway: no error, no note."""
 
 
 def rows(section: str, keys: str, support: Support) -> dict[str, Support]:
@@ -72,17 +118,17 @@ def rows(section: str, keys: str, support: Support) -> dict[str, Support]:
     return {prefix + key: support for key in keys.split()}
 
 
-def idle(reason: str, accepted: Callable[[Any], bool] = lambda value: False) -> Support:
+def idle(reason: str, accepted: Accepts = never) -> Support:
     """A row for a key that is accepted without effect."""
     return Support(Status.NO_EFFECT, reason, accepted=accepted)
 
 
-def refused(reason: str, fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
+def refused(reason: str, fix: str, accepted: Accepts = is_off) -> Support:
     """A row for a key that is an error."""
     return Support(Status.REFUSED, reason, fix, accepted=accepted)
 
 
-def later(fix: str, accepted: Callable[[Any], bool] = is_off) -> Support:
+def later(fix: str, accepted: Accepts = is_off) -> Support:
     """A row for a key that is an error until the feature is built."""
     return refused("is not available yet in this version of hf_dist", fix, accepted)
 

@@ -67,7 +67,10 @@ class _Scanner:
     def document(self) -> object:
         """Read the single value of the text."""
         if not self._peek():
-            raise self._stop("is empty; expected a JSON object", "")
+            self.at = 0
+            raise self._stop(
+                "is empty; expected a JSON object", 'Write one, such as {"zero_optimization": {"stage": 2}}.'
+            )
         value = self._value("", 0)
         if self._peek():
             raise self._stop(f"has {self._word()} after the end of the JSON object", "Remove it, or check the braces.")

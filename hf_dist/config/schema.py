@@ -82,9 +82,9 @@ class DistConfig(Frozen):
     sequence_parallel_size: Count = 1
     """`sequence_parallel_size`: neighbouring ranks that read the same rows and each compute a part of every sequence."""
     optimizer: OptimizerConfig | None = None
-    """`optimizer`: None if the Trainer or the script creates the optimizer."""
+    """`optimizer`: the optimizer; without this section the Trainer or the script creates it."""
     scheduler: SchedulerConfig | None = None
-    """`scheduler`: None if the Trainer or the script creates the schedule."""
+    """`scheduler`: the learning rate's schedule; without this section the Trainer or the script creates it."""
     fp16: Fp16Config = Fp16Config()
     """`fp16`: half precision."""
     bf16: Bf16Config = Bf16Config()

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
-from hf_dist.config import values
+from hf_dist.config import dtypes, values
 from hf_dist.config.values import Auto
 
-Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(values.dtype)]
-AutocastDtype = Annotated[Literal["bf16"], PlainValidator(values.autocast_dtype)]
+Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(dtypes.dtype)]
+AutocastDtype = Annotated[Literal["bf16"], PlainValidator(dtypes.autocast_dtype)]
 Flag = Annotated[bool, PlainValidator(values.flag)]
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(values.or_auto(values.flag))]
 Names = Annotated[tuple[str, ...], PlainValidator(values.names)]
@@ -31,8 +31,8 @@ FileSize = Annotated[str | int, PlainValidator(values.file_size)]
 MemoryBudget = Annotated[str | int, PlainValidator(values.memory_budget)]
 Device = Annotated[Literal["none", "cpu", "nvme"], PlainValidator(values.device)]
 Share = Annotated[float, PlainValidator(values.real(most=1.0))]
-Stages = Annotated[int, PlainValidator(lambda value: 1 if values.is_auto(value) else values.whole(1)(value))]
-Degree = Annotated[int, PlainValidator(lambda value: max(1, 1 if values.is_off(value) else values.whole()(value)))]
+Stages = Annotated[int, PlainValidator(values.stages)]
+Degree = Annotated[int, PlainValidator(values.degree)]
 Partition = Annotated[str | tuple[int, ...], PlainValidator(values.partition)]
 SequenceExchange = Annotated[str | tuple[int, int], PlainValidator(values.sequence_exchange)]
 Schedule = Annotated[
@@ -40,7 +40,7 @@ Schedule = Annotated[
     PlainValidator(values.choice("gpipe", "1f1b", "interleaved_1f1b", "zb_h1")),
 ]
 Steps = Annotated[tuple[int, int], PlainValidator(values.steps)]
-Wholes = Annotated[tuple[int, ...], PlainValidator(lambda value: tuple(values.wholes(value)))]
+Wholes = Annotated[tuple[int, ...], PlainValidator(values.as_tuple(values.wholes()))]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]

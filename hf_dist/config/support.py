@@ -14,26 +14,30 @@ from hf_dist.config import values
 from hf_dist.config.rows import (
     USED,
     Support,
+    always,
     at_most_one,
     idle,
     is_any_of,
+    is_empty,
+    is_null,
     is_off,
     later,
     moved,
+    never,
     refused,
     rows,
 )
 from hf_dist.config.schema import fields, section_of
 
 _REMOVE = "Remove the key."
-_SECTION_OFF = idle("its section is off", lambda value: True)
+_SECTION_OFF = idle("its section is off", always)
 _COMET = idle('use report_to="comet_ml" of TrainingArguments', is_off)
 _COMPILE = idle("a detail of DeepSpeed's compiler; compile.enabled compiles the blocks", is_off)
 _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
-_ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, lambda value: False)
+_ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, never)
 
 # Alternatives that save as much with the same numbers.
 _WEIGHTS_TRAVEL = (
@@ -66,7 +70,7 @@ _TOP = {
     **rows("", "use_data_before_expert_parallelism", idle("experts fold into the ranks that ZeRO shards over", is_off)),
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
     **rows("", "msamp", refused("is not supported", 'Remove the section; use "bf16": {"enabled": true} instead.')),
-    **rows("", "weight_quantization", refused("is not supported", "Remove the section.", lambda value: not value)),
+    **rows("", "weight_quantization", refused("is not supported", "Remove the section.", is_empty)),
     **rows("", "inference", idle("read by inference only")),
 }
 
@@ -82,7 +86,7 @@ _OPTIMIZER = {
         refused(
             "is not a parameter of the optimizer",
             'Move it to the top level, as "gradient_clipping".',
-            lambda value: False,
+            never,
         ),
     ),
     **rows("optimizer.params", "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler", _ONE_BIT),
@@ -141,7 +145,7 @@ _ZERO = {
     **rows(
         _Z,
         "zenflow",
-        refused("is not supported: it changes the update", "Remove it; the rest stays.", lambda v: v is None),
+        refused("is not supported: it changes the update", "Remove it; the rest stays.", is_null),
     ),
     **rows(_Z, "sub_group_size", idle("the step goes unit by unit")),
     **rows(_Z, "cpu_offload", moved("zero_optimization.offload_optimizer.device")),
@@ -178,7 +182,7 @@ _ZERO = {
         f"{_Z}.zenflow",
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
         "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch",
-        refused("is not supported: it changes the update", "Remove the section.", lambda value: False),
+        refused("is not supported: it changes the update", "Remove the section.", never),
     ),
 }
 
@@ -257,11 +261,11 @@ def _instead(advice: str) -> Support:
     return refused("is not supported", f'Remove the section or set "enabled" to false; {advice}.')
 
 
-_TUNED = idle("read by `hf-dist tune`; training takes the other values of the file", lambda value: False)
+_TUNED = idle("read by `hf-dist tune`; training takes the other values of the file", never)
 _GENERATES = idle("model.generate() works on a sharded model by itself", is_off)
 _COMPRESSION = _instead("compress the saved model with a library for that")
 _ASYNC = '"checkpoint": {"async_save": true} writes in the background'
-_ALWAYS = idle("each part has its own switch", lambda value: True)
+_ALWAYS = idle("each part has its own switch", always)
 _LTD = refused("is not supported: layers would leave out tokens", 'Remove the section or set "enabled" to false.')
 _OUT_OF_SCOPE = {
     **rows("hybrid_engine", "enabled max_out_tokens inference_tp_size release_inference_cache", _GENERATES),
@@ -276,7 +280,7 @@ _OUT_OF_SCOPE = {
     **rows("autotuning", "max_train_batch_size min_train_batch_size mp_size metric model_info", _TUNED),
     **rows("autotuning", "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu", _TUNED),
     **rows("autotuning", "num_tuning_micro_batch_sizes model_info_path", _TUNED),
-    **rows("curriculum_learning", "curriculum_type", idle("only lengths grow", lambda value: True)),
+    **rows("curriculum_learning", "curriculum_type", idle("only lengths grow", always)),
     **rows("data_efficiency", "enabled", _ALWAYS),
     **rows("data_efficiency", "seed", idle("nothing is random: batches are cut")),
     **rows(
@@ -290,7 +294,7 @@ _OUT_OF_SCOPE = {
     **rows(
         "",
         "datastates_ckpt",
-        refused("is not supported", f"Remove the section; {_ASYNC}.", lambda value: value is None),
+        refused("is not supported", f"Remove the section; {_ASYNC}.", is_null),
     ),
     **rows("", "sparse_attention", idle("the attention of the model is used")),
 }

@@ -10,7 +10,7 @@ from hf_dist.config import values
 from hf_dist.config.sections import Count, Flag, Frozen, Real, Share, Text, Whole
 
 NeededCount = Annotated[int, PlainValidator(values.needed(values.whole(1)))]
-Counts = Annotated[tuple[int, ...], PlainValidator(values.needed(lambda value: tuple(values.wholes(value, 1))))]
+Counts = Annotated[tuple[int, ...], PlainValidator(values.needed(values.as_tuple(values.wholes(1))))]
 Growth = Annotated[
     Literal["fixed_linear", "fixed_root", "fixed_discrete"],
     PlainValidator(values.choice("fixed_linear", "fixed_root", "fixed_discrete")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hf_dist.config.foreign_keys import FOREIGN, INSTEAD, OWNERS, SENTENCES
@@ -42,6 +43,7 @@ class Verdict:
     """Where the value was meant to be; None if that is uncertain or already taken."""
 
 
+@cache
 def known_keys(section: str) -> frozenset[str]:
     """The keys that may be directly in `section`; "" for the top level."""
     prefix = f"{section}." if section else ""

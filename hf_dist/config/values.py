@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from hf_dist.config import accepts
+from hf_dist.config.accepts import Accepts, JsonSchema, either
 from hf_dist.config.spelling import did_you_mean
 
 Auto = Literal["auto"]
@@ -17,23 +18,11 @@ AUTO: Auto = "auto"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]B)")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", re.IGNORECASE)
 
-Coerce = Callable[[Any], Any]
+Coerce = Accepts
+"""A coercion to a field's type, with the JSON Schema of what it takes."""
 _T = TypeVar("_T")
 
-_DTYPE_SPELLINGS = {
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "torch.float16": "fp16",
-    "bf16": "bf16",
-    "bfp16": "bf16",  # as older versions of DeepSpeed spelled it
-    "bfloat16": "bf16",
-    "torch.bfloat16": "bf16",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "torch.float32": "fp32",
-}
+_AUTO: JsonSchema = accepts.names("auto")
 
 
 class BadValue(ValueError):
@@ -72,16 +61,20 @@ def shown(value: object) -> str:
 
 def or_auto(coerce: Coerce) -> Coerce:
     """The same coercion, but it also accepts "auto"."""
-    return lambda value: AUTO if is_auto(value) else coerce(value)
+    words = f'{coerce.words} or "auto"'
+    return Accepts(lambda value: AUTO if is_auto(value) else coerce(value), either(coerce.schema, _AUTO), words)
 
 
 def whole(minimum: int = 0, *, floor: bool = False) -> Coerce:
     """Whole number from 8, 8.0, "8" or "5e8"; with `floor` a fraction such as 15099494.4 is rounded down."""
 
+    words = f"a whole number of at least {minimum}"
+
+    @accepts.taking(accepts.number(minimum) if floor else accepts.whole_number(minimum), words)
     def coerce(value: object) -> int:
-        number = _number(value, f"is not a whole number of at least {minimum}")
+        number = _number(value, f"is not {words}")
         if (number != int(number) and not floor) or number < minimum:
-            raise BadValue(f"is not a whole number of at least {minimum}")
+            raise BadValue(f"is not {words}")
         return int(value) if isinstance(value, int) else math.floor(number)
 
     return coerce
@@ -91,17 +84,19 @@ def real(minimum: float = 0.0, *, below: float = math.inf, most: float = math.in
     """Number from 0.1 or "1e-4", at least `minimum`, under `below` and at most `most`."""
     bound = "" if below == math.inf else f" and below {below:g}"
     bound += "" if most == math.inf else f" and at most {most:g}"
-    clause = f"is not a number of at least {minimum:g}{bound}"
+    words = f"a number of at least {minimum:g}{bound}"
 
+    @accepts.taking(accepts.number(minimum, below=below, most=most), words)
     def coerce(value: object) -> float:
-        number = _number(value, clause)
+        number = _number(value, f"is not {words}")
         if not minimum <= number < below or number > most:
-            raise BadValue(clause)
+            raise BadValue(f"is not {words}")
         return number
 
     return coerce
 
 
+@accepts.taking(accepts.number(), "a number of at least 0")
 def period(value: object) -> float:
     """Number of steps between two events; infinity means never."""
     return math.inf if value == math.inf else real()(value)
@@ -110,19 +105,36 @@ def period(value: object) -> float:
 def reals(minimum: float = 0.0) -> Coerce:
     """Number, or a list of numbers (one per parameter group)."""
     one = real(minimum)
-    return lambda value: [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
+
+    @accepts.taking(either(one.schema, accepts.array(one.schema)), f"{one.words}, or a list of such")
+    def coerce(value: object) -> object:
+        return [one(item) for item in value] if isinstance(value, (list, tuple)) else one(value)
+
+    return coerce
 
 
-def wholes(value: object, minimum: int = 0) -> list[int]:
+def wholes(minimum: int = 0) -> Coerce:
     """List of whole numbers; not empty if they have a minimum."""
-    if not isinstance(value, (list, tuple)) or (minimum and not value):
-        raise BadValue("is not a list of whole numbers")
-    return [whole(minimum)(item) for item in value]
+    one = whole(minimum)
+
+    @accepts.taking(accepts.array(one.schema, filled=minimum > 0), "a list of whole numbers")
+    def coerce(value: object) -> list[int]:
+        if not isinstance(value, (list, tuple)) or (minimum and not value):
+            raise BadValue("is not a list of whole numbers")
+        return [one(item) for item in value]
+
+    return coerce
+
+
+def as_tuple(coerce: Coerce) -> Coerce:
+    """The same list as a tuple."""
+    return Accepts(lambda value: tuple(coerce(value)), coerce.schema, coerce.words)
 
 
 def pair(coerce_one: Coerce) -> Coerce:
     """List of exactly two values, as a list."""
 
+    @accepts.taking(accepts.array(coerce_one.schema, 2), "a list of two numbers")
     def coerce(value: object) -> list[Any]:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             raise BadValue("is not a list of two numbers")
@@ -131,6 +143,14 @@ def pair(coerce_one: Coerce) -> Coerce:
     return coerce
 
 
+@accepts.taking(
+    either(
+        {"type": "boolean"},
+        {"enum": [0, 1]},
+        {"type": "string", "pattern": accepts.any_case("true", "false", "0", "1")},
+    ),
+    "true or false",
+)
 def flag(value: object) -> bool:
     """True or false from true, "true", 1, "1" and their opposites."""
     known = {"true": True, "1": True, "false": False, "0": False}
@@ -145,34 +165,20 @@ def flag(value: object) -> bool:
 def choice(*names: str) -> Coerce:
     """One of `names`, in any letter case."""
 
+    @accepts.taking(accepts.names(*names), f"one of {', '.join(names)}")
     def coerce(value: object) -> str:
         for name in names:
             if isinstance(value, str) and value.strip().lower() == name.lower():
                 return name
-        raise _not_among(value, names, names)
+        raise not_among(value, names, names)
 
     return coerce
-
-
-def dtype(value: object) -> str:
-    """ "fp16", "bf16" or "fp32" from any usual spelling."""
-    text = str(value).strip().lower()
-    if text in _DTYPE_SPELLINGS:
-        return _DTYPE_SPELLINGS[text]
-    raise _not_among(value, ("fp16", "bf16", "fp32"), tuple(_DTYPE_SPELLINGS))
-
-
-def autocast_dtype(value: object) -> str:
-    """ "bf16" from any usual spelling."""
-    found = dtype(str(value).strip().removeprefix("torch."))
-    if found != "bf16":
-        raise BadValue("is not available: autocast needs no loss scale in bfloat16 only", 'Set it to "bfloat16".')
-    return found
 
 
 def needed(coerce: Coerce) -> Coerce:
     """The same coercion for a key that other keys depend on, so its remedy is never to remove it."""
 
+    @accepts.taking(coerce.schema, coerce.words)
     def of_needed(value: object) -> object:
         try:
             return coerce(value)
@@ -182,17 +188,39 @@ def needed(coerce: Coerce) -> Coerce:
     return of_needed
 
 
+@accepts.taking({"enum": [0, 1, 2, 3, "0", "1", "2", "3"]}, "one of 0, 1, 2, 3")
 def stage(value: Any) -> int:
     """A ZeRO stage from 3, 3.0 or "3"."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1
     return int(choice("0", "1", "2", "3")(str(int(value)) if plain else value))
 
 
+@accepts.taking(either(accepts.whole_number(1), _AUTO), "a whole number of at least 1")
+def stages(value: object) -> int:
+    """A number of pipeline stages; "auto" is 1."""
+    return 1 if is_auto(value) else int(whole(1)(value))
+
+
+@accepts.taking(either(accepts.whole_number(), accepts.names("auto", "none")), "a whole number of at least 0")
+def degree(value: object) -> int:
+    """A number of ranks that share something; 0, "auto" and "none" are 1."""
+    return 1 if is_off(value) else max(1, int(whole()(value)))
+
+
+@accepts.taking(either(accepts.names("none", "cpu", "nvme"), {"enum": [False]}), "one of none, cpu, nvme")
 def device(value: object) -> str:
     """ "none", "cpu" or "nvme"; false is "none"."""
     return "none" if value is False else str(choice("none", "cpu", "nvme")(value))
 
 
+@accepts.taking(
+    either(
+        accepts.names("cost", "uniform", "parameters", "best"),
+        {"type": "string", "pattern": "^type:."},
+        accepts.array(accepts.whole_number(1)),
+    ),
+    'one of cost, uniform, parameters, "type:REGEX", or a list with the blocks of each part',
+)
 def partition(value: object) -> str | tuple[int, ...]:
     """How layers are divided over stages; DeepSpeed's "best" means "cost"."""
     if isinstance(value, (list, tuple)):
@@ -209,6 +237,10 @@ def partition(value: object) -> str | tuple[int, ...]:
     return "cost" if name == "best" else str(name)
 
 
+@accepts.taking(
+    either(accepts.names("auto", "ulysses", "gather", "ring"), accepts.array(accepts.whole_number(1), 2)),
+    "one of auto, ulysses, gather, ring, or a list of two numbers",
+)
 def sequence_exchange(value: object) -> str | tuple[int, int]:
     """How attention reads the other parts of a sequence: a name, or [Ulysses ranks, ring ranks]."""
     if isinstance(value, (list, tuple)):
@@ -219,6 +251,7 @@ def sequence_exchange(value: object) -> str | tuple[int, int]:
     return str(choice("auto", "ulysses", "gather", "ring")(value))
 
 
+@accepts.taking(accepts.array(accepts.whole_number(1), 2), "a list of two numbers")
 def steps(value: object) -> tuple[int, int]:
     """First and last step."""
     first, last = pair(whole(1))(value)
@@ -227,6 +260,10 @@ def steps(value: object) -> tuple[int, int]:
     return first, last
 
 
+@accepts.taking(
+    either({"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*[KMGTkmgt][Bb]\s*$"}, accepts.whole_number(1)),
+    'a size such as "5GB" (KB, MB, GB, TB) or a number of bytes',
+)
 def file_size(value: object) -> str | int:
     """A size in bytes from 5000000 or "5GB" (decimal units, as huggingface_hub reads them), in its usual spelling."""
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().upper())):
@@ -271,6 +308,14 @@ def memory_nbytes(text: str | int) -> int:
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 
 
+@accepts.taking(
+    either(
+        _AUTO,
+        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*[KMGTkmgt]?[Ii]?[Bb]?\s*$"},
+        {"type": "integer", "minimum": 1},
+    ),
+    'a size such as "80GB", "auto", or a number of bytes',
+)
 def memory_budget(value: object) -> str | int:
     """ "auto", or a memory size as written."""
     if is_auto(value):
@@ -280,6 +325,7 @@ def memory_budget(value: object) -> str | int:
     return int(whole(1)(value))
 
 
+@accepts.taking({"type": "string", "pattern": r"\S", "not": {"pattern": accepts.any_case("auto")}}, "a text in quotes")
 def text(value: object) -> str:
     """A string that is not empty."""
     if is_auto(value):
@@ -289,6 +335,7 @@ def text(value: object) -> str:
     return value
 
 
+@accepts.taking({"type": "string"}, "a text in quotes")
 def label(value: object) -> str:
     """Any string, which may be empty."""
     if not isinstance(value, str):
@@ -296,6 +343,7 @@ def label(value: object) -> str:
     return value
 
 
+@accepts.taking(either(accepts.array({"type": "string"}), {"type": "string"}), "a list of names")
 def names(value: object) -> tuple[str, ...]:
     """List of strings, or one string, as a tuple."""
     items = [value] if isinstance(value, str) else value
@@ -327,7 +375,8 @@ def nobody_fills() -> BadValue:
     )
 
 
-def _not_among(value: object, expected: tuple[str, ...], spellings: tuple[str, ...]) -> BadValue:
+def not_among(value: object, expected: tuple[str, ...], spellings: tuple[str, ...]) -> BadValue:
+    """The error for a value that is none of `expected`; `spellings`: what it may be a misspelling of."""
     if is_auto(value):
         return nobody_fills()
     fix = did_you_mean(value, spellings) if isinstance(value, str) else ""

@@ -60,6 +60,7 @@ def test_check_alone_prints_what_the_file_says() -> None:
     result = started("check", "configs/zero3.json")
     assert result.returncode == 0, result.stderr
     assert "zero_optimization.stage" in result.stdout and '"auto"' in result.stdout
+    assert result.stdout.splitlines()[-1] == "No problem: configs/zero3.json is valid."
 
 
 def test_check_with_the_arguments_of_a_script_fills_auto_and_finds_disagreements(tmp_path: Path) -> None:
@@ -107,6 +108,18 @@ def test_explain_says_of_every_key_where_it_comes_from_and_what_it_does(tmp_path
     assert rows["fp16.hysteresis"]["source"] == "default" and len(rows) > 60
     text = run("explain", str(path)).stdout
     assert "no effect: use logging_steps of TrainingArguments" in text
+
+
+def test_explain_calls_arguments_of_the_file_by_their_lines_and_no_section_a_default(tmp_path: Path) -> None:
+    path = write(tmp_path, {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": {"stage": 2}})
+    rows = {row["key"]: row for row in json.loads(run("explain", path, "--json").stdout)}
+    assert rows["optimizer.params.lr"] == {
+        "key": "optimizer.params.lr",
+        "value": 1e-4,
+        "source": "line 5",
+        "meaning": "learning rate at the peak.",
+    }
+    assert "optimizer.params" not in rows and "zero_optimization" not in rows
 
 
 def test_explain_shows_what_was_written_and_what_deepspeed_would_do(tmp_path: Path) -> None:
@@ -208,7 +221,7 @@ def test_convert_keeps_sections_of_ours_and_turns_checkpointing_on(tmp_path: Pat
 
 
 def test_schema_prints_json() -> None:
-    assert json.loads(run("schema").stdout)["properties"]["zero_optimization"]["type"] == "object"
+    assert json.loads(run("schema").stdout)["properties"]["aio"]["type"] == ["object", "null"]
 
 
 def test_convert_writes_a_config_and_says_what_was_left_out(tmp_path: Path) -> None:
@@ -262,3 +275,14 @@ def test_the_defaults_of_the_arguments_are_those_of_transformers() -> None:
     fields = TrainingArguments.__dataclass_fields__
     for name, value in HF_DEFAULTS.items():
         assert fields[name].default == value, name
+
+
+def test_schedule_says_where_there_is_nothing_to_draw(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    for arguments, words in (
+        (["--config", str(tmp_path / "ds.json")], "is no pipeline"),
+        (["--schedule", "interleaved_1f1b", "--virtual-stages", "1"], 'the same as "1f1b"'),
+    ):
+        with mock.patch.object(sys, "argv", ["hf-dist", "schedule", *arguments]), pytest.raises(SystemExit):
+            main()
+        assert words in capsys.readouterr().err

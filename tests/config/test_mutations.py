@@ -136,7 +136,7 @@ def misspell(config: dict[str, Any], draw: random.Random) -> Mutation | None:
 def move(config: dict[str, Any], draw: random.Random) -> Mutation | None:
     """A key in another section, or at the top."""
     path = draw.choice([path for path in leaves(config) if path[-1] not in ("enabled", "type", "device", "params")])
-    sections = [(), *{where[:-1] for where in leaves(config) if len(where) > 1}]
+    sections = [(), *sorted({where[:-1] for where in leaves(config) if len(where) > 1})]
     target = draw.choice([where for where in sections if where != path[:-1]])
     key = path[-1]
     home = section_of(config, (*target, key))

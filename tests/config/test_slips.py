@@ -164,6 +164,26 @@ def test_a_value_where_a_section_belongs_is_shown_as_the_section(key: str, value
     assert message.endswith(f"is not an object. Write {example}.")
 
 
+def test_an_argument_under_the_name_of_the_script_leads_to_that_of_the_class() -> None:
+    for key, meant in (("learning_rate", "lr"), ("adam_epsilon", "eps"), ("adam_betas", "betas")):
+        (message,) = messages({"optimizer": {"type": "AdamW", "params": {key: 1e-4}}})
+        assert message == f'optimizer.params.{key}: is not a parameter of AdamW. Did you mean "{meant}"?'
+
+
+def test_weights_offloaded_below_stage_3_lead_to_the_section_of_the_optimizer() -> None:
+    (note,) = load_config({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}).notes
+    assert note.reason == 'read at stage 3 only; did you mean "offload_optimizer"?'
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "  \n// nothing yet\n"])
+def test_an_empty_file_is_named_with_its_first_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "ds.json")
+    (problem,) = caught.value.problems
+    assert problem.file.endswith("ds.json:1") and "is empty" in problem.expected and problem.fix
+
+
 def test_a_path_is_not_filled_by_anybody() -> None:
     data = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}}}
     (message,) = messages(data)

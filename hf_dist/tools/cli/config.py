@@ -28,6 +28,7 @@ from hf_dist.config.convert import Conversion, from_fsdp_arguments
 from hf_dist.config.convert_recipes import from_any
 from hf_dist.config.json_schema import json_schema
 from hf_dist.config.meaning import meaning, sentences
+from hf_dist.config.schema import fields, section_of
 from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.tools.cli.script_arguments import sources_from
@@ -73,6 +74,7 @@ def check(
         )
     else:
         print(format_table(config))
+        print(f"No problem: {file} is valid.")
 
 
 @app.command()
@@ -168,12 +170,9 @@ def _explained(config: DistConfig, data: Mapping[str, object]) -> list[tuple[str
         value = config.value_at(path)
         rows.append((path, at(data, written) if value is None else value, source, text + alias))
     done = {path for path, *_ in rows}
-    rest = [path for path in sentences() if path not in done and not _is_section(config, path)]
+    above = {path.rsplit(".", cut)[0] for path in done for cut in range(1, path.count(".") + 1)}
+    rest = [path for path in sentences() if path not in done | above and section_of(fields()[path]) is None]
     return rows + [(path, config.value_at(path), "default", meaning(path)) for path in rest]
-
-
-def _is_section(config: DistConfig, path: str) -> bool:
-    return hasattr(config.value_at(path), "model_fields") or path in ("optimizer", "scheduler")
 
 
 def _converted(source: Path | None, fsdp: str | None, fsdp_config: Path | None) -> Conversion:

@@ -36,6 +36,7 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule with its bubble and the microbatches that each stage keeps."""
     from hf_dist.config import load_config
+    from hf_dist.errors import ConfigError, Problem
     from hf_dist.parallel.pipeline.draw import draw_schedule, draw_text
     from hf_dist.parallel.pipeline.schedule import make_schedule
     from hf_dist.parallel.pipeline.simulate import validate
@@ -43,9 +44,19 @@ def schedule(
     read = None if config is None else load_config(config)
     if read is not None:
         section, steps = read.pipeline, read.gradient_accumulation_steps
+        if section.stages == 1 and stages is None:
+            fix = 'Pass --stages 4, or set "pipeline": {"stages": 4} in the file.'
+            raise ConfigError(
+                Problem("pipeline.stages", "1", "is no pipeline: there is no schedule to draw", fix, str(config))
+            )
         name, stages = name or section.schedule, section.stages if stages is None else stages
         virtual = section.virtual_stages if virtual is None else virtual
         microbatches = steps if microbatches is None and isinstance(steps, int) else microbatches
+    if name == "interleaved_1f1b" and virtual is None:
+        virtual = 2
+    if name == "interleaved_1f1b" and virtual == 1:
+        fix = 'Pass --virtual-stages 2, or the schedule "1f1b".'
+        raise ConfigError(Problem("pipeline.virtual_stages", "1", 'makes "interleaved_1f1b" the same as "1f1b"', fix))
     plan = make_schedule(
         name or "1f1b",
         4 if stages is None else stages,
