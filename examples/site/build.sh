@@ -8,4 +8,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python="${PYTHON:-python}"
 "$python" -c "import material, mkdocstrings, hf_dist" 2>/dev/null || "$python" -m pip install --quiet -e ".[site]"
 export NO_MKDOCS_2_WARNING=1 PYTHONPATH="$PWD"
-exec "$python" -m mkdocs build --strict --quiet --config-file examples/site/mkdocs.yml "$@"
+# Not --quiet: with it mkdocs counts no warnings, and a strict build would pass.
+exec "$python" -m mkdocs build --strict --config-file examples/site/mkdocs.yml "$@"

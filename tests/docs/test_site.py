@@ -39,6 +39,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["bash", str(SITE / "build.sh"), "--site-dir", str(folder)]
     done = processes.run(command, timeout=240, cwd=REPO, env={**os.environ, "PYTHON": sys.executable})
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Documentation built" in done.stderr, (
+        "with --quiet mkdocs counts no warnings: a strict build would always pass"
+    )
     return folder
 
 
