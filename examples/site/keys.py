@@ -11,7 +11,7 @@ from typing import Any
 from document import Page, pages
 
 from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, TORCH_SCHEDULES
-from hf_dist.config.json_schema import json_schema
+from hf_dist.config.json_schema import accepted_at, json_schema
 from hf_dist.config.meaning import meaning
 from hf_dist.config.rows import Status
 from hf_dist.config.schema import fields
@@ -86,7 +86,7 @@ def _refused() -> str:
 def _used(key: str, section: str) -> str:
     """A heading for a key, so that the search leads to it; below it what the key does and takes."""
     leaf = _leaf(key)
-    values, default = _values(leaf), leaf.get("default")
+    values, default = _values(key), leaf.get("default")
     facts = [f"`{key}`", values, "" if default is None else f"default `{json.dumps(default)}`"]
     return f"## {key.removeprefix(f'{section}.')}\n\n{meaning(key)}\n{', '.join(filter(None, facts))}.\n\n"
 
@@ -106,23 +106,10 @@ def _leaf(path: str) -> Mapping[str, Any]:
 _SCHEMA = json_schema()
 
 
-def _values(leaf: Mapping[str, Any]) -> str:
-    """The values that a schema allows, in a few words."""
-    if "anyOf" in leaf:
-        return " or ".join(dict.fromkeys(filter(None, map(_values, leaf["anyOf"]))))
-    if "enum" in leaf:
-        return (
-            ", ".join(f"`{json.dumps(value)}`" for value in leaf["enum"])
-            if len(leaf["enum"]) < 7
-            else "a name, see below"
-        )
-    if "const" in leaf:
-        return f"`{json.dumps(leaf['const'])}`"
-    bounds = [f"{word} {leaf[key]}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in leaf]
-    kind = {"integer": "whole number", "boolean": "`true`, `false`", "array": "list"}.get(
-        leaf.get("type", ""), leaf.get("type", "")
-    )
-    return " ".join([kind, *bounds])
+def _values(key: str) -> str:
+    """The values that a key takes, in a few words."""
+    found = accepted_at(key)
+    return "a name, see below" if key in ("optimizer.type", "scheduler.type") else found.words if found else ""
 
 
 def _optimizers() -> str:

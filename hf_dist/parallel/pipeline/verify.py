@@ -77,6 +77,8 @@ class _CheckedModel(StagedModel):
         super().__init__(twin, plan, (stage,))
         self.stage = stage
         self.device = self.placeholders.device
+        self.returned: object = None
+        """What the model returned. A training step may keep the loss of it, and an evaluation read the rest."""
         nothing = frozenset[int]()
         self.trace = MetaTrace(
             list(twin.parameters()),
@@ -117,7 +119,8 @@ class _CheckedModel(StagedModel):
                 if tensor.requires_grad != spec.requires_grad:
                     raise self.refuse(f"what it sends as {label} loses its gradient")
             return frozenset(), frozenset()
-        found = output.result if isinstance(output.result, dict) else {"loss": output.result}
+        found = dict(self.returned) if isinstance(self.returned, dict) else {}
+        found |= output.result if isinstance(output.result, dict) else {"loss": output.result}
         absent = frozenset(key for key, value in found.items() if self._is_absent(value))
         for key in _WATCHED:
             if key in absent:
@@ -154,6 +157,10 @@ class _CheckedPass(StagePass):
             return self._staged.trace.mark(torch.zeros_like(leaf.detach(), device=self._staged.device), _STAND_IN)
 
         return tree_map(mark, value, is_leaf=is_leaf)
+
+    def finish(self, output: object) -> object:
+        self._staged.returned = output
+        return super().finish(output)
 
     def enter_block(self, call: BlockCall, leaves: Leaves) -> None:
         for argument in call.arguments:
