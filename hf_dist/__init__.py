@@ -58,6 +58,10 @@ _WHERE = {
 _NEEDS = {"initialize": "hf_dist.hf"}
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]  # what `dir`, `help` and TAB show, also of names that are not imported yet
+
+
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'hf_dist' has no attribute {name!r}")

@@ -50,7 +50,7 @@ from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallel
 from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
 from hf_dist.hf.scheduler import DataRankScheduler
-from hf_dist.hf.signatures import show_stock, with_keyword
+from hf_dist.hf.signatures import show_stock, with_config
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.stateful_loaders import refuse_wrong_positions
 from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
@@ -70,6 +70,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
     `dist_config`, HF_DIST_CONFIG or `accelerate launch` names the config. The Trainer's accelerator is converted by `adopt`.
     """
 
+    @with_config(Accelerator.__init__)  # type: ignore[misc]  # mypy takes no decorated constructor; pyright does
     def __init__(
         self, *args: object, dist_config: str | os.PathLike[str] | Mapping[str, object] | None = None, **kwargs: object
     ) -> None:
@@ -442,5 +443,4 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         return dict(super().get_state_dict(model, unwrap))
 
 
-DistAccelerator.__init__.__signature__ = with_keyword(Accelerator, "dist_config", DistAccelerator)  # type: ignore[attr-defined]
 show_stock(DistAccelerator, Accelerator)

@@ -1,12 +1,15 @@
-"""Makes `inspect.signature` show the stock arguments for overrides that take `*args`, because libraries check them."""
+"""Shows the stock arguments for overrides that take `*args`: to `inspect.signature`, which libraries ask, and to editors."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, cast, overload
 
-__all__ = ["show_stock", "with_keyword"]
+__all__ = ["show_stock", "with_config"]
 
+_P = ParamSpec("_P")
 _PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -28,13 +31,32 @@ def show_stock(ours: type, stock: type) -> None:
                 shown.__signature__ = there
 
 
-def with_keyword(stock: type, name: str, ours: type) -> inspect.Signature:
-    """The signature of `stock(...)` plus the keyword `name`, placed before `**kwargs` if there is one."""
-    theirs = inspect.signature(stock.__init__)  # type: ignore[misc]
-    own = inspect.signature(ours.__init__).parameters[name]  # type: ignore[misc]
-    named = [p for p in theirs.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [p for p in theirs.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    return theirs.replace(parameters=[*named, own, *rest])
+class _WithConfig(Protocol[_P]):
+    """What an editor shows: the stock call, and the one with a config, whose other arguments are the same."""
+
+    @overload
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None: ...
+    @overload
+    def __call__(
+        self, *args: Any, dist_config: str | os.PathLike[str] | Mapping[str, object] | None, **kwargs: Any
+    ) -> None: ...
+
+
+def with_config(
+    stock: Callable[Concatenate[Any, _P], None],
+) -> Callable[[Callable[..., None]], _WithConfig[_P]]:
+    """Decorator of an `__init__` that takes `dist_config` and the arguments of `stock`: it shows the arguments of both."""
+
+    def shows_both(ours: Callable[..., None]) -> _WithConfig[_P]:
+        theirs = inspect.signature(stock)
+        own = inspect.signature(ours).parameters["dist_config"]
+        named = [p for p in theirs.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        rest = [p for p in theirs.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        shown: Any = ours
+        shown.__signature__ = theirs.replace(parameters=[*named, own, *rest])
+        return cast("_WithConfig[_P]", ours)
+
+    return shows_both
 
 
 def _names(signature: inspect.Signature) -> list[str]:

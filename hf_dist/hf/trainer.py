@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -137,13 +137,15 @@ class DistTrainerMixin(
         if "__init__" not in vars(cls):
             cls.__init__ = _like_stock(cls)  # type: ignore[method-assign]
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        if self.dist is not None:
-            _refuse_smoothing_by_ranks(self)
-            show_records(self.callback_handler.callbacks)
-            for callback in default_callbacks(self):
-                self.add_callback(callback)
+    if not TYPE_CHECKING:  # editors show the next class's arguments; who asks the class gets them from `_like_stock`
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            if self.dist is not None:
+                _refuse_smoothing_by_ranks(self)
+                show_records(self.callback_handler.callbacks)
+                for callback in default_callbacks(self):
+                    self.add_callback(callback)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Skipped before sharding, because a whole model may not fit the device."""
