@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dist.hf.accelerator import DistAccelerator
     from hf_dist.hf.args import DistArgsMixin, DistTrainingArguments
     from hf_dist.hf.loading import from_pretrained
+    from hf_dist.hf.roles import remote_model
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
     from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
     from hf_dist.sharding.full_params import full_gradient, full_shape, gathered
@@ -31,6 +32,7 @@ __all__ = [
     "full_shape",
     "gathered",
     "initialize",
+    "remote_model",
     "unprepare",
 ]
 
@@ -50,6 +52,7 @@ _WHERE = {
     "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
     "initialize": "hf_dist.engine.build",
+    "remote_model": "hf_dist.hf.roles",
     "unprepare": "hf_dist.engine.unprepare",
 }
 

@@ -42,6 +42,15 @@ class OneRankError(HfDistError, RuntimeError):
     """Only one rank made a call that all ranks must make."""
 
 
+class RemoteError(HfDistError, RuntimeError):
+    """Another role has raised, has ended, or does not answer."""
+
+    def __init__(self, message: str, ended: str = "") -> None:
+        """`ended`: the process that has ended, where that is all that is known."""
+        super().__init__(message)
+        self.ended = ended
+
+
 class OverflowAtMinimumScaleError(HfDistError, RuntimeError):
     """fp16 gradients overflowed although the loss scale is already at its minimum."""
 

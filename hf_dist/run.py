@@ -29,9 +29,10 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         print(__doc__)
         sys.exit(_USAGE)
-    from hf_dist.hf.substitute import substitute
+    from hf_dist.hf.substitute import divide_into_roles, substitute
 
     substitute()
+    divide_into_roles()
     sys.argv = arguments
     if is_module:
         sys.path.insert(0, os.getcwd())

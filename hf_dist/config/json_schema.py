@@ -189,7 +189,8 @@ def _node(path: str) -> dict[str, Any]:
         there = SECTION_ALIASES[path].replace(".", "/properties/")
         return {**_words(path), "$ref": f"#/properties/{there}"}
     if path in FREE_FORM and not path.endswith(".params"):
-        return {**_words(path), **or_null(SUPPORT[path].accepted.schema)}
+        taken = accepted_at(path)
+        return {**_words(path), **or_null(taken.schema if taken else {"type": "object"})}
     return _object(path) if path in SECTIONS else _leaf(path)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
 from hf_dist.config import dtypes, values
+from hf_dist.config.roles import plain_roles
 from hf_dist.config.values import Auto
 
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], PlainValidator(dtypes.dtype)]
@@ -43,6 +44,7 @@ Steps = Annotated[tuple[int, int], PlainValidator(values.steps)]
 Wholes = Annotated[tuple[int, ...], PlainValidator(values.as_tuple(values.wholes()))]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
+Roles = Annotated[dict[str, Any], PlainValidator(plain_roles)]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -360,6 +362,8 @@ class HfDistSection(Frozen):
     """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
     stop_if_not_finite: Flag = False
     """`hf_dist.stop_if_not_finite`: whether the Trainer ends, instead of a line in the log, once weights are inf or nan."""
+    roles: Roles = {}
+    """`hf_dist.roles`: name -> ranks, model and config of a role; the one without a model runs the script. {}: one role."""
     profile: ProfileConfig = ProfileConfig()
     """`hf_dist.profile`: steps and ranks of which a torch profile is written."""
     stall_report_seconds: Real = 60.0

@@ -349,7 +349,7 @@ IDLE_VALUES: Mapping[str, values.Coerce] = {
 }
 """Valid values of keys without effect, where DeepSpeed checks them: a slip in such a value is still reported."""
 
-FREE_FORM = frozenset({"optimizer.params", "scheduler.params", "zero_optimization.zenflow"})
+FREE_FORM = frozenset({"optimizer.params", "scheduler.params", "zero_optimization.zenflow", "hf_dist.roles"})
 """Rows whose children are not checked as sections."""
 
 STRICT = frozenset(

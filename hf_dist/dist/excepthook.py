@@ -23,19 +23,28 @@ from hf_dist.errors import (
     HfDistError,
     ModelError,
     OverflowAtMinimumScaleError,
+    RemoteError,
     TopologyError,
 )
 from hf_dist.dist.launch import detect_launch
 
 # Raised from facts that all ranks share, so usually every rank raises the same error.
-_SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, OverflowAtMinimumScaleError)
+_SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, OverflowAtMinimumScaleError, RemoteError)
 # How gloo, NCCL and the store report that a peer is gone or has not arrived.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted", "Broken pipe")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL communicator was aborted",
+    "Broken pipe",
+    "Connection was likely closed",
+)
 _TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 STOPPED = "was told to end while nothing moved"
 """Last words of a rank."""
 # How the last words of a rank begin that ended because another one had.
 _FOLLOWED = ("lost the connection to", "waited for")
+_ROLE = "HF_DIST_ROLE"
+"""The variable with the name of this process's role; `roles.py` sets it."""
 _GRACE_SECONDS = 5.0
 _FINISH_SECONDS = 600.0
 _ASK_SECONDS, _STORE_SECONDS = 1.0, 0.5
@@ -74,6 +83,12 @@ def install() -> None:
     sys.excepthook = _report_and_leave
 
 
+def _named(rank: object) -> str:
+    """A rank, with its role where the start has several."""
+    role = os.environ.get(_ROLE)
+    return f"{role} rank {rank}" if role else f"rank {rank}"
+
+
 def _report_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     _flush_output()  # else a log file would get the last lines of training after the error
@@ -83,13 +98,15 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
     if issubclass(kind, KeyboardInterrupt):
         where = traceback.extract_tb(trace)[-1:]
         place = f" at {where[0].filename}:{where[0].lineno} in {where[0].name}" if where else ""
-        print_error(f"[rank {rank}] interrupted (KeyboardInterrupt){place}")
+        print_error(f"[{_named(rank)}] interrupted (KeyboardInterrupt){place}")
         _leave_word("was interrupted (KeyboardInterrupt)")
+    elif isinstance(error, RemoteError) and error.ended:
+        _report_loss(rank, f"lost the connection to {error.ended}, which ended first")
     elif isinstance(error, _SAME_EVERYWHERE):
         # Rank 0 prints, after a pause for other ranks' output; its exit makes the launcher stop the others. A rank that is
         # still alive after the grace period met the error alone (its own file is wrong, say) and must print it.
         another_ended = _told_to_end.wait(_GRACE_SECONDS if rank else 0.3)
-        message = f"hf_dist: {type(error).__name__}{f' on rank {rank}' if rank else ''}: {error}"
+        message = f"hf_dist: {type(error).__name__}{f' on {_named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
         _leave_word(message)
         if not (rank and another_ended) and not _tell_launcher(message):
             print_error("\n" + message)
@@ -105,10 +122,10 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
             _leave_word(print_traceback(error))
         else:
             print_error(
-                f"[rank {rank}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
+                f"[{_named(rank)}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
             )
             _leave_word(text)
-        _tell_launcher(f"of rank {rank}:\n{text}")
+        _tell_launcher(f"of {_named(rank)}:\n{text}")
         if rank == 0:  # its end is that of the store, which the others ask
             _told_to_end.wait(_STORE_SECONDS)
     _leave()
@@ -146,14 +163,14 @@ def leave_waiting(reason: str) -> None:
     `reason`: which rank, and why. Does not return.
     """
     rank = os.environ.get("RANK", "0")
-    print_error(f"[rank {rank}] waits for a rank that has ended, and leaves; {reason}")
+    print_error(f"[{_named(rank)}] waits for a rank that has ended, and leaves; {reason}")
     _leave_word("waited for a rank that had ended")
     _leave()
 
 
 def leave_alone(text: str) -> None:
     """Exit from a thread, because the main thread is blocked in a call that other ranks will not make. Does not return."""
-    message = f"hf_dist: OneRankError on rank {os.environ.get('RANK', '0')}: {text}"
+    message = f"hf_dist: OneRankError on {_named(os.environ.get('RANK', '0'))}: {text}"
     _leave_word(message)
     if not _tell_launcher(message):
         print_error("\n" + message)
@@ -189,7 +206,7 @@ def _report_loss(rank: int, what: str) -> None:
     """Report in one line that this rank lost a peer, and print the first rank's traceback if no launcher will."""
     reason, first_traceback = _explain() if _explain is not None else ("", "")
     why = reason or "its own message says why (no message at all: look for an out-of-memory kill in the kernel's log)"
-    print_error(f"[rank {rank}] {what}; {why}")
+    print_error(f"[{_named(rank)}] {what}; {why}")
     _leave_word(what)
     _told_to_end.wait(_GRACE_SECONDS)  # the launcher blames the process that exits first
     if first_traceback and not os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -260,7 +277,7 @@ def _of_a_collective(error: BaseException) -> bool:
 def print_traceback(error: BaseException) -> str:
     """Print the traceback on stderr, each line prefixed with the rank; returns the printed text."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    prefixed = "\n".join(f"[rank {os.environ.get('RANK', '0')}] {line}" for line in text.splitlines())
+    prefixed = "\n".join(f"[{_named(os.environ.get('RANK', '0'))}] {line}" for line in text.splitlines())
     print_error(prefixed)
     return prefixed
 

@@ -28,11 +28,14 @@ __all__ = [
     "CONNECTIONS",
     "DEFAULT_TIMEOUT",
     "agree_on_port",
+    "has_started",
     "interface_of",
     "job_store",
+    "meet_as",
     "own_address",
     "prepare_start",
     "release_port",
+    "start_store",
 ]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -216,6 +219,33 @@ def _wait(store: dist.Store, keys: list[str], patience: timedelta) -> bool:
     except dist.DistStoreError:
         return False
     return True
+
+
+def has_started() -> bool:
+    """Whether torch.distributed has its default group. Local."""
+    return dist.is_initialized()
+
+
+def start_store(rank: int, world: int) -> dist.Store:
+    """A store of all processes of a start, on rank 0, beside those of the process groups. Collective, after `prepare_start`."""
+    release_port()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, world, is_master=rank == 0, timeout=DEFAULT_TIMEOUT)
+
+
+def meet_as(name: str, rank: int, store: dist.Store) -> None:
+    """Make the processes that call it with the same name meet at a store of their own, on the first one's machine.
+
+    `rank`: among these processes. `store`: reached by all of them. Changes MASTER_ADDR and MASTER_PORT. Collective.
+    """
+    global _held
+    key = f"hf_dist/meet/{name}"
+    if rank == 0:
+        address = own_address()
+        _held = HeldPort()
+        store.set(key, json.dumps([address, _held.number]))
+    address, port = json.loads(store.get(key))
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
 def job_store() -> dist.Store | None:

@@ -23,7 +23,7 @@ from hf_dist.config import (
     solve_batch,
 )
 from hf_dist.config.refusals import refuse
-from hf_dist.dist import excepthook, watchdog
+from hf_dist.dist import excepthook, roles, watchdog
 from hf_dist.dist.batch_consistency import compare_rows
 from hf_dist.dist.host_info import ranks_here
 from hf_dist.dist.mesh import DEFAULT_TIMEOUT, ParallelMesh, build_mesh
@@ -112,6 +112,7 @@ def mesh_for(
 
     Raises `TopologyError` on every rank if their configs differ."""
     refuse(config)  # here, because arguments may have overridden the file
+    _refuse_undivided(config)
     mesh = build_mesh(
         axes=functools.partial(
             axes_of, config, here=ranks_here(), experts=() if model is None else expert_counts(model)
@@ -122,6 +123,13 @@ def mesh_for(
     )
     watchdog.start(config.hf_dist.stall_report_seconds)
     return mesh
+
+
+def _refuse_undivided(config: DistConfig) -> None:
+    if config.hf_dist.roles and roles.place() is None:
+        fix = "Start with `-m hf_dist.run --config FILE script.py`, or create a DistAccelerator or DistTrainingArguments first."
+        names = ", ".join(config.hf_dist.roles)
+        raise ConfigError(Problem("hf_dist.roles", names, "but this process has not entered one of these roles", fix))
 
 
 def _facts(config: DistConfig) -> dict[str, str]:

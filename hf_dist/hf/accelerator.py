@@ -49,6 +49,8 @@ from hf_dist.hf.optimizer import DistOptimizer, set_beside
 from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
 from hf_dist.hf.peft import inactive_adapters_trainable, refuse_prompt_learning
 from hf_dist.hf.pipeline import example_from
+from hf_dist.hf.remote_model import RemoteModel
+from hf_dist.hf.roles import enter
 from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_config
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
@@ -88,6 +90,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         read = load_config(loop_config.named(dist_config, settings), launcher=settings)
         read = with_parallelism(read, given_parallelism(kwargs.pop("parallelism_config", None)))
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
+        enter(read)  # the ranks of other roles stay there
         prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
         watchdog.start(read.hf_dist.stall_report_seconds)
@@ -271,6 +274,9 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """Shard `model` in place and return it. A second model in evaluation mode is frozen and has no training state."""
         let_vllm_gather()
         let_trl_read_heads()
+        if isinstance(model, RemoteModel):
+            model.bind(self.mesh)
+            return model
         self._follow(model)
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)
         if known is not None:

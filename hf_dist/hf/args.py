@@ -37,6 +37,7 @@ from hf_dist.hf.distributed_config import take_while_alive
 from hf_dist.hf.loading import stream_while_alive
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
+from hf_dist.hf.roles import enter
 from hf_dist.hf.signatures import show_stock
 from hf_dist.log import follow_level, is_speaking_rank, say_once
 
@@ -131,6 +132,7 @@ class DistArgsMixin:
         config = with_parallelism(config, given_parallelism(asked.parallelism_config))
         asked.parallelism_config = None
         config = config if self._layout is None else with_layout(config, self._layout)
+        enter(config)  # the ranks of other roles stay there
         _choose_hardware(self)
         prepare_start()
         self._dist = config  # `world_size` below needs it: TRL's GRPO counts its batches with it

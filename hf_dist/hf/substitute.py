@@ -13,15 +13,16 @@ import accelerate
 import transformers
 from transformers.integrations import deepspeed as deepspeed_names
 
-from hf_dist.config import LauncherSettings
+from hf_dist.config import LauncherSettings, load_config
 from hf_dist.hf.accelerator import DistAccelerator
 from hf_dist.hf.args import DistTrainingArguments, config_from_environment
 from hf_dist.hf.deepspeed_config import HfDeepSpeedConfig
 from hf_dist.hf.distributed_config import take_always
+from hf_dist.hf.roles import enter
 from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 
-__all__ = ["substitute"]
+__all__ = ["divide_into_roles", "substitute"]
 
 _STOCK_ACCELERATOR = accelerate.Accelerator
 
@@ -50,3 +51,11 @@ def substitute() -> None:
     if config_from_environment(LauncherSettings.from_environment(os.environ)) is not None:
         for module in (sys.modules["accelerate"], sys.modules[_STOCK_ACCELERATOR.__module__]):
             setattr(module, _STOCK_ACCELERATOR.__name__, DistAccelerator)
+
+
+def divide_into_roles() -> None:
+    """Serve at once in the ranks of roles with a model, if the environment names a config with roles: no script runs there."""
+    launcher = LauncherSettings.from_environment(os.environ)
+    source = config_from_environment(launcher)
+    if source is not None:
+        enter(load_config(source, launcher=launcher))

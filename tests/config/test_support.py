@@ -67,6 +67,7 @@ OURS = {
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
             *("stop_if_not_finite", "metrics_port"),
             *("stochastic_rounding", "log_measurements"),
+            "roles",
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
         )
     ),

@@ -67,7 +67,7 @@ def arguments(folder: Path, stage: int | None, checkpointing: bool, base: Any, *
 
     ours: Any = dataclass(type("Dist" + base.__name__, (DistArgsMixin, base), {}))
     globals()[ours.__name__] = ours  # a Trainer that saves pickles its arguments
-    return ours(**given, dist_config=config_of(stage))
+    return ours(**{"dist_config": config_of(stage), **given})
 
 
 def over(stage: int | None, base: Any) -> Any:

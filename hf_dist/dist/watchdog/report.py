@@ -191,7 +191,7 @@ def _why_silent(status: Status) -> str:
 
 def _why_ended(status: Status) -> str:
     if status.last_words:
-        return status.last_words.rstrip().splitlines()[-1].removeprefix(f"[rank {status.rank}] ")
+        return status.last_words.rstrip().splitlines()[-1].split(f"rank {status.rank}] ", 1)[-1]
     if status.last_words == "":
         return "it left without an error"
     return "it said nothing, so it was killed (SIGKILL, a scheduler, no host memory left) or crashed in native code"

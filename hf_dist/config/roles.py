@@ -1,0 +1,88 @@
+"""`hf_dist.roles`: which ranks of a start are which role, and what a role other than the trainer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from hf_dist.config import accepts
+from hf_dist.config.spelling import did_you_mean
+from hf_dist.config.values import BadValue
+
+__all__ = ["RoleConfig", "asking_role", "plain_roles", "roles_of"]
+
+_EXAMPLE = 'Write {"trainer": {"ranks": "rest"}, "teacher": {"ranks": 2, "model": "path", "config": "teacher.json"}}.'
+
+
+class RoleConfig(BaseModel):
+    """One role. The one without a model is the trainer: it runs the script."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ranks: int | Literal["rest"]
+    """Neighbouring ranks; "rest": those that the other roles leave."""
+    model: str = ""
+    """A folder or hub ID with the model that the role serves."""
+    config: str | dict[str, Any] | None = None
+    """The layout of the role: a file or an object of this schema. None: ZeRO-3."""
+
+
+_ROLE: accepts.JsonSchema = {
+    "type": "object",
+    "properties": {
+        "ranks": {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "rest"}]},
+        "model": {"type": "string"},
+        "config": {"type": ["string", "object", "null"]},
+    },
+    "required": ["ranks"],
+    "additionalProperties": False,
+}
+
+
+@accepts.taking({"type": "object", "additionalProperties": _ROLE}, "an object with roles")
+def plain_roles(value: object) -> dict[str, Any]:
+    """The section as it was written, if it is right. Raises `BadValue`."""
+    return {name: role.model_dump() for name, role in roles_of(value).items()}
+
+
+def roles_of(value: object) -> dict[str, RoleConfig]:
+    """The roles in the order of the file; {} if there are none. Raises `BadValue`."""
+    if value == {}:
+        return {}
+    if not isinstance(value, Mapping) or len(value) < 2:
+        raise BadValue("is not an object with at least two roles", _EXAMPLE)
+    found = {str(name): _role(str(name), section) for name, section in value.items()}
+    askers = [name for name, role in found.items() if not role.model]
+    if len(askers) != 1:
+        what = (
+            f"has {len(askers)} roles without a model ({', '.join(askers)})" if askers else "has a model in every role"
+        )
+        raise BadValue(f"{what}; one, the trainer, has none and runs the script", _EXAMPLE)
+    return found
+
+
+def _role(name: str, section: object) -> RoleConfig:
+    if not isinstance(section, Mapping):
+        raise BadValue(f"has a role {name!r} that is no object", _EXAMPLE)
+    for key in section:
+        if key not in RoleConfig.model_fields:
+            raise BadValue(
+                f"has the key {name}.{key}, which no role has. {did_you_mean(str(key), RoleConfig.model_fields)}",
+                _EXAMPLE,
+            )
+    ranks = section.get("ranks")
+    if ranks != "rest" and (type(ranks) is not int or ranks < 1):
+        raise BadValue(f'has {name}.ranks: {ranks!r}, which is neither a number from 1 nor "rest"', _EXAMPLE)
+    config, model = section.get("config"), section.get("model", "")
+    if not isinstance(config, str | Mapping | None) or not isinstance(model, str):
+        raise BadValue(
+            f"has a {name} whose model is no path, or whose config is neither a path nor an object", _EXAMPLE
+        )
+    return RoleConfig(ranks=ranks, model=model, config=dict(config) if isinstance(config, Mapping) else config)
+
+
+def asking_role(roles: Mapping[str, RoleConfig]) -> str:
+    """The name of the role that runs the script."""
+    return next(name for name, role in roles.items() if not role.model)

@@ -1,0 +1,86 @@
+"""A start with roles: each process becomes a member of one, and a role with a model serves it until the trainer has ended."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from hf_dist.config import DistConfig, axes_of, load_config
+from hf_dist.config.roles import RoleConfig, asking_role, roles_of
+from hf_dist.dist import excepthook
+from hf_dist.dist.mesh import leave_job
+from hf_dist.dist.roles import divide, place
+from hf_dist.errors import ConfigError, Problem
+from hf_dist.log import say_once
+from hf_dist.sharding.precision import DTYPES
+
+__all__ = ["enter", "remote_model"]
+
+ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+_asking: DistConfig | None = None
+
+
+def enter(config: DistConfig) -> None:
+    """Divide the start as `hf_dist.roles` says. Returns on the ranks of the trainer; the others serve, and exit then.
+
+    Every process of the start calls it, before torch.distributed starts. Repeated calls and a config without roles are no-ops.
+    """
+    global _asking
+    roles = roles_of(config.hf_dist.roles)
+    if not roles:
+        return
+    excepthook.install()
+    where = divide({name: role.ranks for name, role in roles.items()})
+    if where.role.name == asking_role(roles):
+        _asking = config
+        return
+    from hf_dist.hf.serving_model import serve_model
+
+    role = roles[where.role.name]
+    count = serve_model(where, role.model, layout_of(role))
+    if where.rank == 0:
+        say_once(f"role {where.role.name}: answered {count} calls; the trainer has ended")
+    leave_job()
+    sys.exit(0)
+
+
+def remote_model(role: str) -> Any:
+    """The frozen model of another role, as a module of its own class without weights. Every rank of the trainer calls it.
+
+    Usable as `teacher_model=`, `ref_model=`, `reward_model=` of TRL's trainers, or in a loop of one's own (prepared
+    where ranks share rows). A call sends this data rank's rows; the answer is waited for when a part of it is read.
+    Raises `ConfigError` if the config names no such role.
+    """
+    where = place()
+    if where is None or _asking is None:
+        raise ConfigError(
+            Problem(
+                "hf_dist.roles", "", f"is missing, so there is no role {role!r}",
+                'Add it to the JSON: "hf_dist": {"roles": {"trainer": {"ranks": "rest"}, "' + role + '": {"ranks": 1, "model": '
+                '"path"}}}, and create the DistTrainingArguments (or DistAccelerator) before this call.',
+            )
+        )  # fmt: skip
+    roles = roles_of(_asking.hf_dist.roles)
+    if role not in roles or not roles[role].model:
+        served = [name for name, each in roles.items() if each.model]
+        raise ConfigError(
+            Problem("hf_dist.roles", repr(role), f"is no role with a model; those are {', '.join(served)}", "")
+        )
+    from hf_dist.hf.remote_model import stand_in
+
+    return stand_in(
+        where, role, roles[role].model, axes_of(_asking, where.role.size), _dtype_of(layout_of(roles[role]))
+    )
+
+
+def layout_of(role: RoleConfig) -> DistConfig:
+    """The config of a role with a model: ZeRO-3 if it names none."""
+    return load_config(role.config if role.config is not None else ZERO3)
+
+
+def _dtype_of(config: DistConfig) -> torch.dtype:
+    """In which the role computes."""
+    name = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled is True), "fp32")
+    return DTYPES[name]

@@ -1,0 +1,131 @@
+"""This rank's end towards a serving role: calls are sent in order by one thread, and their answers are waited for when read."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from hf_dist.dist.link import Link, Message
+from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
+from hf_dist.dist.roles import Place
+from hf_dist.errors import RemoteError
+from hf_dist.remote.routes import END, server_of
+
+__all__ = ["Asker", "asker_of"]
+
+_askers: dict[str, Asker] = {}
+_FAREWELL = 60.0
+"""Seconds in which a role takes the last word."""
+
+
+def asker_of(place: Place, role: str, student: int, students: int) -> Asker:
+    """The one end of this process towards `role`. `student`: this rank's data rank, of `students`."""
+    if role not in _askers:
+        _askers[role] = Asker(place, role, student, students)
+    return _askers[role]
+
+
+class Asker:
+    """Every data rank of the asking role has one, and all make the same calls in the same order."""
+
+    def __init__(
+        self, place: Place, role: str, student: int, students: int, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> None:
+        self.role = role
+        self._place, self._student, self._students, self._timeout = place, student, students, timeout
+        self._link: Link | None = None
+        self._waiting: SimpleQueue[tuple[Future[Message], Mapping[str, object], Sequence[Tensor]] | None] = (
+            SimpleQueue()
+        )
+        # Not an executor's: those take nothing more once the interpreter begins to end, and the last word is said then.
+        self._thread = threading.Thread(target=self._run, name=f"hf_dist asks {role}", daemon=True)
+        self._thread.start()
+        self._dropped: list[int] = []
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._closed = False
+        atexit.register(self.close)
+
+    def ask(self, call: str, tensors: Mapping[str, Tensor], **options: object) -> Future[Message]:
+        """Send a call; the answer comes later. `options`: plain values, for the header."""
+        if self._closed:
+            raise RemoteError(f"role {self.role} was told that the job is over: it answers no more calls")
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+            self._calls += 1
+            number = self._calls
+        header = {"call": call, "number": number, "names": list(tensors), "dropped": dropped, "options": options}
+        future: Future[Message] = Future()
+        self._waiting.put((future, header, [t.detach() for t in tensors.values()]))
+        return future
+
+    def _run(self) -> None:
+        """Of the thread: one call after another; after an error of the link, every call has that error."""
+        broken: BaseException | None = None
+        while (item := self._waiting.get()) is not None:
+            future, header, tensors = item
+            if broken is not None:
+                future.set_exception(broken)
+                continue
+            try:
+                future.set_result(self._exchange(header, tensors))
+            except BaseException as error:
+                future.set_exception(error)
+                broken = error if self._link is None or self._link.is_broken else None
+
+    def _connected(self) -> Link:
+        if self._link is None:
+            store, keys = self._place.store, [f"roles/{self.role}/{side}" for side in ("students", "servers")]
+            if self._student == 0:
+                store.set(keys[0], str(self._students))
+            store.wait(keys, self._timeout)
+            server = server_of(self._student, self._students, int(store.get(keys[1])))
+            peer = f"data rank {server} of role {self.role}"
+            self._link = Link(store, f"{self.role}/{self._student}", 1, peer, self._timeout)
+        return self._link
+
+    def _exchange(self, header: Mapping[str, object], tensors: Sequence[Tensor]) -> Message:
+        link = self._connected()
+        link.send(header, tensors)
+        if header["call"] == END:
+            return {}, []
+        answer, found = link.receive()
+        if "error" in answer:
+            raise RemoteError(
+                f"role {self.role}, rank {answer['rank']}: {answer['error']}\n"
+                + "\n".join(f"  [{self.role} {answer['rank']}] {line}" for line in answer["stack"])
+            )
+        return answer, found
+
+    def drop(self, number: int) -> None:
+        """Tell the role, with the next call, that it need not keep what call `number` has left there. Any thread."""
+        with self._lock:
+            self._dropped.append(number)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of tensors sent so far."""
+        return 0 if self._link is None else self._link.sent_nbytes
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes of tensors received so far."""
+        return 0 if self._link is None else self._link.received_nbytes
+
+    def close(self) -> None:
+        """Tell the role that no call will follow. Idempotent; runs at the end of the process, too."""
+        if self._closed:
+            return
+        last = self.ask(END, {})
+        self._closed = True
+        self._waiting.put(None)
+        with contextlib.suppress(Exception):  # it has ended already
+            last.result(timeout=_FAREWELL)
+        _askers.pop(self.role, None)

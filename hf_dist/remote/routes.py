@@ -1,0 +1,24 @@
+"""Which data rank of a serving role answers which data rank of the asking role, and in which round. Pure arithmetic."""
+
+from __future__ import annotations
+
+__all__ = ["END", "rounds", "server_of", "students_of"]
+
+END = "end"
+"""The call after which none follows."""
+
+
+def server_of(student: int, students: int, servers: int) -> int:
+    """The server of a student: neighbours share one. With more servers than students, some have none."""
+    return student * servers // students
+
+
+def students_of(server: int, students: int, servers: int) -> list[int]:
+    """Those that a server answers, in the order of its rounds."""
+    return [s for s in range(students) if server_of(s, students, servers) == server]
+
+
+def rounds(students: int, servers: int) -> int:
+    """How many forwards a call of all students takes. A server with fewer students repeats a row, because a forward of sharded
+    weights needs all ranks of the role."""
+    return max(len(students_of(server, students, servers)) for server in range(servers))

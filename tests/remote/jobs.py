@@ -1,0 +1,81 @@
+"""A student that learns from a teacher's logits, in a loop of its own; the teacher beside it or in another role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from hf_dist import DistAccelerator, remote_model
+from tests.parity.families import make_model
+
+STEPS = 5
+ROWS = 4
+"""Of a step, over all ranks."""
+
+
+def save_models(folder: str) -> None:
+    """`teacher`, and `student`, which is smaller and has other weights."""
+    make_model("llama", layers=3).save_pretrained(f"{folder}/teacher")
+    student = make_model("llama", layers=2)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for param in student.parameters():
+            param.add_(0.05 * torch.randn_like(param))
+    student.save_pretrained(f"{folder}/student")
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of six tokens; every third has two of padding."""
+    made = []
+    for i in range(count):
+        ids = torch.randint(4, 60, (6,), generator=torch.Generator().manual_seed(i))
+        mask = torch.ones(6, dtype=torch.long)
+        mask[4:] = int(bool(i % 3))
+        made.append({"input_ids": ids * mask, "attention_mask": mask})
+    return made
+
+
+def with_teacher(folder: str, ranks: int, layout: dict[str, Any]) -> dict[str, Any]:
+    """The section: a teacher on `ranks` ranks in that layout, the trainer on the rest."""
+    teacher = {"ranks": ranks, "model": f"{folder}/teacher", "config": layout}
+    return {"hf_dist": {"roles": {"trainer": {"ranks": "rest"}, "teacher": teacher}}}
+
+
+def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Losses, norms, weights and bytes after five steps; None on the teacher's ranks."""
+    torch.manual_seed(0)
+    try:
+        accelerator = DistAccelerator(dist_config={"train_micro_batch_size_per_gpu": "auto", **config})
+    except SystemExit as end:
+        assert not end.code, end
+        return None
+    remote = "hf_dist" in config
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    student: Any = load(f"{folder}/student", dtype=torch.float32)
+    teacher: Any = remote_model("teacher") if remote else load(f"{folder}/teacher", dtype=torch.float32)
+    optimizer: Any = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-3)  # rounding decides no sign
+    loader: Any = DataLoader(rows(STEPS * ROWS), batch_size=ROWS // accelerator.num_processes)  # type: ignore[arg-type]
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for batch in loader:
+        with torch.no_grad():
+            expected = teacher(**batch)
+        given = student(**batch).logits.log_softmax(-1)
+        apart = torch.nn.functional.kl_div(given, expected.logits.log_softmax(-1), log_target=True, reduction="none")
+        loss = (apart.sum(-1) * batch["attention_mask"]).sum() / given.shape[0]
+        accelerator.backward(loss)
+        found["norms"].append(float(accelerator.clip_grad_norm_(student.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
+    state = accelerator.get_state_dict(student)
+    found["weights"] = {name: t.float().clone() for name, t in state.items()} if rank == 0 else {}
+    if remote:
+        found["held"] = sum(p.numel() for p in teacher.parameters())
+        found["sent"], found["received"] = teacher._asker.sent_nbytes, teacher._asker.received_nbytes
+        teacher._asker.close()
+    return found
