@@ -40,7 +40,10 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 9
 MAX_ARGUMENTS = 10
-TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "hf_dist", "tests", "examples", "configs"}
+TOP_LEVEL = {
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "setup.py"),
+    *("hf_dist", "tests", "examples", "configs"),
+}
 MACHINE_PATH = re.compile(r"(?<![\w.~/:}$-])/(?:work|root|workspace|home/\w+|Users/\w+)/")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

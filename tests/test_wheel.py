@@ -1,7 +1,8 @@
-"""What an installation adds to an environment: one package and one command, and nothing that runs by itself."""
+"""What an installation adds to an environment: one package with its configs, one command, and nothing that runs by itself."""
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import venv
 from importlib.metadata import distribution, distributions
 from pathlib import Path
 
+import pytest
+
+from hf_dist.config import json_schema
 from tests import processes
 from tests.harness import ROOT
 
-BUILT_FROM = ("hf_dist", "pyproject.toml", "README.md", "LICENSE")
+BUILT_FROM = ("hf_dist", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 def pip(*words: str | Path) -> None:
@@ -29,7 +33,9 @@ def below(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
 
 
-def test_an_installation_adds_one_package_and_one_command_and_takes_them_away(tmp_path: Path) -> None:
+def test_an_installation_adds_one_package_and_one_command_and_takes_them_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, fresh = tmp_path / "source", tmp_path / "fresh"
     source.mkdir()
     for name in BUILT_FROM:
@@ -49,8 +55,21 @@ def test_an_installation_adds_one_package_and_one_command_and_takes_them_away(tm
     assert {name for name in added if "site-packages" not in name} == {"bin/hf-dist"}
     (installed,) = distributions(path=[str(site)])
     assert {(entry.group, entry.name) for entry in installed.entry_points} == {("console_scripts", "hf-dist")}
+    check_data(site / "hf_dist", monkeypatch)
     pip("--python", python, "uninstall", "--yes", "hf-dist")
     assert below(fresh) == before
+
+
+def check_data(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module and config of the repository is in the installed `package`, which finds its schema and has typed names."""
+    assert {name for name in below(package) if name.endswith(".py")} == {
+        name for name in below(Path(ROOT, "hf_dist")) if name.endswith(".py")
+    }
+    configs = below(Path(ROOT, "configs"))
+    assert filecmp.cmpfiles(package / "configs", Path(ROOT, "configs"), configs, shallow=False)[0] == list(configs)
+    assert (package / "py.typed").is_file()
+    monkeypatch.setattr(json_schema, "__file__", str(package / "config" / "json_schema.py"))
+    assert json_schema.schema_file() == package.resolve() / "configs" / "schema" / "hf_dist.schema.json"
 
 
 def test_no_other_package_loads_this_one() -> None:
