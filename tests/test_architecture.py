@@ -21,7 +21,7 @@ SIBLINGS = {"sharding", "parallel/tensor", "parallel/pipeline"}
 PLAIN = {
     "errors.py": ("errors",),
     "dist/axes.py": ("errors", "dist.axes"),
-    "config/": ("errors", "dist.axes", "config"),
+    "config/": ("errors", "version", "dist.axes", "config"),
 }
 """Plain data -> the modules that it may import."""
 HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}

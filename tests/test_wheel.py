@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import filecmp
+import re
 import shutil
 import subprocess
 import sys
 import venv
-from importlib.metadata import distribution, distributions
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 import pytest
 
 from hf_dist.config import json_schema
+from hf_dist.version import REPOSITORY, __version__
 from tests import processes
 from tests.harness import ROOT
 
@@ -56,6 +58,7 @@ def test_an_installation_adds_one_package_and_one_command_and_takes_them_away(
     (installed,) = distributions(path=[str(site)])
     assert {(entry.group, entry.name) for entry in installed.entry_points} == {("console_scripts", "hf-dist")}
     check_data(site / "hf_dist", monkeypatch)
+    check_metadata(installed)
     pip("--python", python, "uninstall", "--yes", "hf-dist")
     assert below(fresh) == before
 
@@ -70,6 +73,22 @@ def check_data(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (package / "py.typed").is_file()
     monkeypatch.setattr(json_schema, "__file__", str(package / "config" / "json_schema.py"))
     assert json_schema.schema_file() == package.resolve() / "configs" / "schema" / "hf_dist.schema.json"
+
+
+def check_metadata(installed: Distribution) -> None:
+    """Addresses come from one constant; the page of the index has no link into nowhere; releases have a section."""
+    assert installed.version == __version__
+    named = installed.metadata.get_all("Project-URL") or []
+    urls = dict(line.split(", ", 1) for line in named)
+    assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(REPOSITORY) for url in urls.values())
+    page = installed.metadata.get_payload()
+    assert isinstance(page, str) and page.startswith("# hf_dist")
+    targets = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert targets and all(re.match("https://|#", target) for target in targets)
+    inside = [url.partition("/main/")[2].partition("#")[0] for url in [*targets, *urls.values()] if "/main/" in url]
+    assert [name for name in inside if not Path(ROOT, name).exists()] == []
+    assert f"\n## {__version__}" in Path(ROOT, "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_no_other_package_loads_this_one() -> None:

@@ -28,10 +28,11 @@ from hf_dist.config.rows import OFF, OFF_DEFINITION, Status
 from hf_dist.config.schema import fields
 from hf_dist.config.support import FREE_FORM, IDLE_VALUES, SECTION_ALIASES, SUPPORT
 from hf_dist.config.unknown import SECTIONS, known_keys
+from hf_dist.version import REPOSITORY
 
 __all__ = ["SCHEMA_ID", "accepted_at", "json_schema", "schema_file", "schema_reference"]
 
-SCHEMA_ID = "https://hf-dist.github.io/hf-dist/schema/hf_dist.schema.json"
+SCHEMA_ID = f"{REPOSITORY}/raw/main/configs/schema/hf_dist.schema.json"
 """The name of the schema. Files name the schema by a path, see `schema_reference`."""
 _VERSION = "https://json-schema.org/draft/2020-12/schema"
 _REMARKS: JsonSchema = {"^(_|comment|//|#|\\$)": True}
