@@ -6,6 +6,7 @@ To add a command: a file beside this one, and one line below.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -26,16 +27,33 @@ from hf_dist.tools.cli import (
     tune,
     watch,
 )
+from hf_dist.version import __version__
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="hf-dist",
-    help="Shard Hugging Face models from a DeepSpeed-style JSON.",
+    context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-dist {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Shard Hugging Face models from a DeepSpeed-style JSON."""
+
+
 app.command()(env.env)
 app.command()(doctor.doctor)
 app.command()(check.check)
