@@ -41,7 +41,7 @@ MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 9
 MAX_ARGUMENTS = 10
 TOP_LEVEL = {
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "setup.py"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml"),
     *("hf_dist", "tests", "examples", "configs"),
 }
 MACHINE_PATH = re.compile(r"(?<![\w.~/:}$-])/(?:work|root|workspace|home/\w+|Users/\w+)/")

@@ -18,7 +18,7 @@ from hf_dist.version import REPOSITORY, __version__
 from tests import processes
 from tests.harness import ROOT
 
-BUILT_FROM = ("hf_dist", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILT_FROM = ("hf_dist", "configs", "pyproject.toml", "README.md", "LICENSE")
 
 
 def pip(*words: str | Path) -> None:
