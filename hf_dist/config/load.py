@@ -20,7 +20,7 @@ from hf_dist.config.keys import check_keys
 from hf_dist.config.launched import take_launcher
 from hf_dist.config.normalise import normalised
 from hf_dist.config.params import checked_optimizer, checked_scheduler
-from hf_dist.config.scan import scan_json
+from hf_dist.config.scan import first_character, scan_json
 from hf_dist.config.schema import DistConfig, Provenance
 from hf_dist.config.values import BadValue, is_auto
 from hf_dist.errors import ConfigError, Problem
@@ -87,7 +87,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Config
         return _read_file(Path(source))
     if not isinstance(source, str) or not source.strip():
         raise ConfigError(Problem("config", repr(source), "is not a path, a dict or a JSON text", "Pass one of these."))
-    if source.lstrip().startswith(("{", "[")):
+    if first_character(source) in ("{", "["):
         return _read_text(source, "JSON text")
     try:
         exists = os.path.exists(source)
@@ -127,7 +127,7 @@ def _read_file(path: Path) -> ConfigDocument:
         raise ConfigError(problem) from None
     except OSError as error:
         raise ConfigError(Problem("config", str(absolute), f"cannot be read: {error.strerror}", "")) from None
-    if absolute.suffix in _YAML and not text.lstrip().startswith("{"):
+    if absolute.suffix in _YAML and first_character(text) != "{":
         fix = f"Convert it: hf-dist config convert {path} --output {absolute.stem}.json, and name that file."
         raise ConfigError(Problem("config", str(absolute), "is a YAML file, not a JSON file", fix))
     return _read_text(text, str(absolute))
@@ -163,7 +163,7 @@ def _decoded(text: str) -> str | None:
         decoded = base64.b64decode(text.strip(), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
         return None
-    return decoded if decoded.lstrip().startswith("{") else None
+    return decoded if first_character(decoded) == "{" else None
 
 
 def _plain_copy(node: object, path: str) -> Any:

@@ -49,6 +49,11 @@ def scan_json(text: str, origin: str) -> Scanned:
     return Scanned(value, scanner.lines, tuple(scanner.slips))
 
 
+def first_character(text: str) -> str:
+    """The first character outside blanks and comments; empty if there is none. It tells a JSON text from a path or YAML."""
+    return _Scanner(text, "")._peek()
+
+
 class _SyntaxProblem(Exception):
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))

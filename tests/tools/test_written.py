@@ -33,6 +33,7 @@ CALLS: dict[str, list[str]] = {
     "balance.output": ["balance", "nothing", "--output"],
     "bench.output": ["bench", "--model", "nothing", "--output"],
     "config convert.output": ["config", "convert", "nothing", "--output"],
+    "config new.file": ["config", "new"],
     "export.out": ["export", "nothing"],
     "mesh.output": ["mesh", "--config", "nothing", "--output"],
     "plan.output": ["plan", "--model", "nothing", "--gpus", "8", "--output"],

@@ -31,12 +31,16 @@ from hf_dist.config.meaning import meaning, sentences
 from hf_dist.config.schema import fields, section_of
 from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.tools.cli.config_new import new
 from hf_dist.tools.cli.script_arguments import sources_from
 from hf_dist.tools.cli.written import to_write, write_texts
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Check a config, and say what it means.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Make or check a config, and say what it means.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+app.command()(new)
 
 File = Annotated[Path, typer.Argument(help="A DeepSpeed-style JSON file.", show_default=False)]
 Script = Annotated[
