@@ -301,9 +301,8 @@ def memory_nbytes(text: str | int) -> int:
             number = float(text)
         except ValueError:
             raise BadValue("is not a size", 'Write "80GB" or "80GiB".') from None
-        raise BadValue(
-            "is a size without a unit", f'Write "{number:g}GB" or "{number:g}GiB", or "B" after a number of bytes.'
-        )
+        meant = f'"{number:g}GB" or "{number:g}GiB"' if number < 1e5 else f'"{number:.0f}B"'
+        raise BadValue("is a size without a unit", f'Write {meant}, or "B" after a number of bytes.')
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
 

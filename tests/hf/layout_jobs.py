@@ -109,6 +109,9 @@ class OneSecond:
         """All in one phase."""
         return {"forward_backward": 1.0}
 
+    def tell(self, step: int, seconds: dict[str, float]) -> None:
+        """No watchdog listens."""
+
 
 def counted(folder: Path) -> tuple[float, float]:
     """Rows and tokens that are logged as those of a second: four microbatches of two rows of 8 tokens, two stages per rank."""

@@ -282,14 +282,14 @@ def test_the_command_suggests_to_share_long_rows(tmp_path: Path) -> None:
     limit = now["device_beside"] + int(now["device_peak"] * 0.75)  # more communicators need room, too
     out = tmp_path / "long"
     found = json.loads(
-        plan_command(tmp_path, *asked, "--device-memory", str(limit), "--suggest", str(out), data=own).output
+        plan_command(tmp_path, *asked, "--device-memory", f"{limit}B", "--suggest", str(out), data=own).output
     )
     assert not found["fits"] and found["suggestions"]
     for file in found["suggestions"] if FULL_GRID else found["suggestions"][-1:]:
         data = json.loads(Path(file).read_text())
         if "sequence_parallel_size" in data:
             assert data["gradient_accumulation_steps"] == data["sequence_parallel_size"]  # as many samples per step
-        again = json.loads(plan_command(tmp_path, *asked, "--device-memory", str(limit), data=data).output)
+        again = json.loads(plan_command(tmp_path, *asked, "--device-memory", f"{limit}B", data=data).output)
         assert again["fits"], data
     assert any(json.loads(Path(file).read_text()).get("sequence_parallel_size", 1) > 1 for file in found["suggestions"])
 

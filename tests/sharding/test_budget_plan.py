@@ -206,7 +206,7 @@ def test_the_choice_is_told_once() -> None:
 # -------------------------------------------------------------------------- the key
 
 
-@pytest.mark.parametrize("value", ["auto", "20GB", "20 GiB", "512MiB", "123456789", 123456789, 2e10])
+@pytest.mark.parametrize("value", ["auto", "20GB", "20 GiB", "512MiB", "123456789B", 123456789, 2e10])
 def test_values(value: Any) -> None:
     config = load_config(config_of(value))
     resolved = resolve_without_trainer(config, hidden_size=WIDTH)
