@@ -9,7 +9,8 @@ __all__ = ["FLOORS", "REPOSITORY", "TESTED", "__version__", "check_versions", "u
 
 __version__ = "0.1.0"
 REPOSITORY = "https://github.com/hf-dist/hf-dist"
-"""Where the code is published. The package's metadata, the documentation site and the schema's `$id` are made of it."""
+"""Where the code will be published; README.md has it, too. The package's metadata, the documentation site and the schema's
+`$id` are made of it."""
 FLOORS = {"torch": "2.11", "transformers": "5.6", "accelerate": "1.3"}
 """Library -> oldest version, that of pyproject.toml (`tests/VERSIONS.md`). Before 5.6 transformers divides losses by other
 counts; before 1.3 accelerate lacks an argument that transformers gives it."""

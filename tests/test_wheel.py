@@ -84,6 +84,7 @@ def check_metadata(installed: Distribution) -> None:
     assert all(url.startswith(REPOSITORY) for url in urls.values())
     page = installed.metadata.get_payload()
     assert isinstance(page, str) and page.startswith("# hf_dist")
+    assert f"git clone {REPOSITORY} " in page
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
     assert targets and all(re.match("https://|#", target) for target in targets)
     inside = [url.partition("/main/")[2].partition("#")[0] for url in [*targets, *urls.values()] if "/main/" in url]

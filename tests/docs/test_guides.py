@@ -179,6 +179,7 @@ def test_every_command_is_of_a_known_program() -> None:
         "bash",
         "docker",
         "export",
+        "git",
         "hf",
         "pip",
         "python",
