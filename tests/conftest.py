@@ -1,5 +1,6 @@
 """Jobs that tests start print as a user's do: into a file or a pipe, Python keeps back what it prints until there is more."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says what its files cost; one of `tests.second_try` writes down what failed."""
     references.begin_run()
+    with contextlib.suppress(ImportError):  # not on every machine with GPUs
+        from hypothesis import settings
+
+        settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault
+        settings.load_profile("no deadline")
     if not config.pluginmanager.is_blocked("durations"):
         config.pluginmanager.register(Durations(config), "durations")
     for plugin, ours in (("xdist", "tests.order"), ("timeout", "tests.time_limit")):
