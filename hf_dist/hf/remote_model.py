@@ -33,17 +33,26 @@ class Answer(Mapping[str, Any]):
     def __init__(self, model: RemoteModel, future: Future[Message] | None) -> None:
         self._model = model
         self._future = future
-        self._found: dict[str, Tensor] | None = None
+        self._found: tuple[dict[str, Tensor | None], frozenset[str]] | None = None
 
-    def _wait(self) -> dict[str, Tensor]:
+    def _all(self) -> tuple[dict[str, Tensor | None], frozenset[str]]:
         if self._found is None:
             self._found = self._model._received(self._future)
         return self._found
 
+    def _wait(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self._all()[0].items() if value is not None}
+
     def __getattr__(self, name: str) -> Tensor | None:
+        """None for a field that the model has left empty, as in transformers."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._wait().get(name)
+        fields, left_out = self._all()
+        if name in left_out:
+            raise ModelError(f"role {self._model._asker.role}: {name} is no tensor, and only tensors are sent")
+        if name not in fields:
+            raise AttributeError(f"the output of {type(self._model).__name__} has no {name}")
+        return fields[name]
 
     def __getitem__(self, key: str | int | slice) -> Any:
         return self._wait()[key] if isinstance(key, str) else tuple(self._wait().values())[key]
@@ -76,7 +85,9 @@ class RemoteModel(PreTrainedModel):
         return self._ask("forward", args, kwargs)
 
     def _ask(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
-        given = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        if len(args) > 1:
+            raise ModelError(f"role {self._asker.role}: give all arguments but the first by their names")
+        given = dict(zip((self.main_input_name,), args, strict=False)) | kwargs
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         plain = {n: v for n, v in given.items() if n not in tensors and v is not None and n != "return_dict"}
         strange = [
@@ -86,6 +97,8 @@ class RemoteModel(PreTrainedModel):
             raise ModelError(
                 f"role {self._asker.role}: {', '.join(strange)} cannot be sent. Send tensors and plain values"
             )
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+            raise ModelError(f"role {self._asker.role} is frozen: no gradient comes back to its inputs. Detach them")
         if self._mesh is None and self._shares_rows:
             raise ModelError(
                 f"role {self._asker.role}: ranks share rows, so the model must know their groups before its first call. Call "
@@ -94,13 +107,15 @@ class RemoteModel(PreTrainedModel):
         leads = self._mesh is None or self._mesh.views["batch"].rank == 0
         return Answer(self, self._asker.ask(call, tensors, **plain) if leads else None)
 
-    def _received(self, future: Future[Message] | None) -> dict[str, Tensor]:
+    def _received(self, future: Future[Message] | None) -> tuple[dict[str, Tensor | None], frozenset[str]]:
         message = None if future is None else future.result()
         if self._mesh is not None and self._mesh.views["batch"].size > 1:
             message = collectives.broadcast_object(self._mesh.views["batch"], message)
         assert message is not None
         header, tensors = message
-        return {name: t.to(self._device) for name, t in zip(header["names"], tensors, strict=True)}
+        found: dict[str, Tensor | None] = dict.fromkeys(header["fields"])
+        found |= {name: t.to(self._device) for name, t in zip(header["names"], tensors, strict=True)}
+        return found, frozenset(header["left_out"])
 
     @property
     def dtype(self) -> torch.dtype:

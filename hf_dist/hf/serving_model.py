@@ -97,13 +97,18 @@ class _Served:
         line = self._mesh.views["batch"]
         source = collectives.all_gather_object(line, bool(found)).index(True)  # one stage has it
         found = collectives.broadcast_object(line, found, source)
-        return {"names": list(found)}, list(found.values())
+        return _message(found)
 
 
-def _parts(output: Any) -> dict[str, Tensor]:
+def _parts(output: Any) -> dict[str, Any]:
     """The tensors of a model's output. Read on every rank: what is not whole is gathered then."""
-    return {name: value.to("cpu", copy=True) for name, value in output.items() if isinstance(value, Tensor)}
+    fields = {name: getattr(output, name) for name in getattr(output, "__dataclass_fields__", ())} or dict(output)
+    sent = {n: v.to("cpu", copy=True) if isinstance(v, Tensor) else v is not None for n, v in fields.items()}
+    return sent  # True: there is one, and it is no tensor
 
 
-def _message(found: Mapping[str, Tensor]) -> Message:
-    return {"names": list(found)}, list(found.values())
+def _message(found: Mapping[str, Any]) -> Message:
+    """Tensors, the names of all fields, and of those that are there and cannot be sent."""
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    left_out = [name for name, value in found.items() if value is True]
+    return {"names": list(tensors), "fields": list(found), "left_out": left_out}, list(tensors.values())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader
 
 from hf_dist import DistAccelerator, remote_model
+from hf_dist.errors import ModelError
 from tests.parity.families import make_model
 
 STEPS = 5
@@ -60,6 +62,8 @@ def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[s
     loader: Any = DataLoader(rows(STEPS * ROWS), batch_size=ROWS // accelerator.num_processes)  # type: ignore[arg-type]
     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
     teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    if remote:
+        _is_told_what_does_not_come(teacher)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for batch in loader:
         with torch.no_grad():
@@ -79,3 +83,12 @@ def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[s
         found["sent"], found["received"] = teacher._asker.sent_nbytes, teacher._asker.received_nbytes
         teacher._asker.close()
     return found
+
+
+def _is_told_what_does_not_come(teacher: Any) -> None:
+    """No value of a role is None, or left out, in silence."""
+    ids = torch.ones(1, 2, dtype=torch.long)
+    embedded = torch.zeros(1, 2, 8, requires_grad=True)
+    for call in (lambda: teacher(ids, ids), lambda: teacher(inputs_embeds=embedded)):
+        with pytest.raises(ModelError):
+            call()
