@@ -110,6 +110,19 @@ _FOUND_LATER = frozenset(
 _DEFAULTS = DistConfig()
 
 
+def source_of_auto(path: str) -> str:
+    """Where the value of "auto" at `path` comes from, as a clause."""
+    if path == TRAIN:
+        return f"{MICRO} x {STEPS} x data ranks"
+    if path in _FOUND_LATER:
+        return "measured where it is used"
+    label = next((rule.label for rule in AUTO_TABLE if rule.path == path), "")
+    return (
+        " else ".join(filter(None, (label, "its default" if path in _DEFAULTED else "")))
+        or "found when training starts"
+    )
+
+
 @dataclass
 class _Resolution:
     config: DistConfig

@@ -30,7 +30,7 @@ from hf_dist.config.support import FREE_FORM, IDLE_VALUES, SECTION_ALIASES, SUPP
 from hf_dist.config.unknown import SECTIONS, known_keys
 from hf_dist.version import REPOSITORY
 
-__all__ = ["SCHEMA_ID", "accepted_at", "json_schema", "schema_file", "schema_reference"]
+__all__ = ["SCHEMA_ID", "accepted_at", "children", "json_schema", "schema_file", "schema_reference"]
 
 SCHEMA_ID = f"{REPOSITORY}/raw/main/configs/schema/hf_dist.schema.json"
 """The name of the schema. Files name the schema by a path, see `schema_reference`."""
@@ -173,7 +173,7 @@ def _words(path: str) -> dict[str, Any]:
     return result
 
 
-def _children(section: str) -> Iterator[tuple[str, str]]:
+def children(section: str) -> Iterator[tuple[str, str]]:
     """Name and path of every key of a section; "" is the top level."""
     prefix = f"{section}." if section else ""
     for name in sorted(known_keys(section)):
@@ -197,7 +197,7 @@ def _node(path: str) -> dict[str, Any]:
 
 def _object(section: str) -> dict[str, Any]:
     """The schema of a section. Where a section that is off is not read, its values are not checked either."""
-    nodes = {name: _node(path) for name, path in _children(section)}
+    nodes = {name: _node(path) for name, path in children(section)}
     loose = {name: node if name == "enabled" else _only_words(node) for name, node in nodes.items()}
     kinds = ["object", "boolean", "null"] if section == "zero_optimization" else ["object", "null"]
     result: dict[str, Any] = {**_words(section), "type": kinds}
@@ -222,7 +222,7 @@ def _only_words(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _for_type(section: str, kind: str) -> dict[str, Any]:
     """The arguments of one optimizer or schedule."""
-    refused = {name for name, path in _children(f"{section}.params") if _is_refused(path)}
+    refused = {name for name, path in children(f"{section}.params") if _is_refused(path)}
     known = {name: True for name in sorted(set(_SERVED[section][kind]) - refused)}
     own = {
         key: taken.schema for (name, key), taken in params.OWN_VALUES.items() if (section, name) == ("optimizer", kind)

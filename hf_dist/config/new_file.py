@@ -15,7 +15,7 @@ __all__ = ["Choices", "new_file"]
 
 _WIDTH = 100
 _HEAD = """\
-// A config of hf_dist in DeepSpeed's keys. Comments may stay; `hf-dist config explain` lists every other key.
+// A config of hf_dist in DeepSpeed's keys. Comments may stay. Every key: `hf-dist config explain FILE --all`
 // "auto": from the arguments of the Trainer.
 """
 

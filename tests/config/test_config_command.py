@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 
 from hf_dist.config import load_config, resolve_without_trainer
+from hf_dist.config.json_schema import children
+from hf_dist.config.unknown import SECTIONS
 from hf_dist.tools.cli import main
 from hf_dist.tools.cli.script_arguments import HF_DEFAULTS
 from tests import processes
@@ -26,20 +28,20 @@ MAX_CPU_SECONDS = 1.0
 MAX_VALIDATION_SECONDS = 0.05
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, columns: int = 120) -> subprocess.CompletedProcess[str]:
     """`hf-dist config ...` in a new process."""
     command = [sys.executable, "-m", "hf_dist.tools.cli", "config", *arguments]
-    environment = {**os.environ, "COLUMNS": "120"}
+    environment = {**os.environ, "COLUMNS": str(columns)}
     return processes.run(command, cwd=REPO, env=environment, timeout=120)
 
 
-def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+def called(*arguments: str, columns: int = 120) -> subprocess.CompletedProcess[str]:
     """The same in this process: what takes time in a new one is its imports."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = os.getcwd()
     with (
         mock.patch.object(sys, "argv", ["hf-dist", "config", *arguments]),
-        mock.patch.dict(os.environ, {"COLUMNS": "120"}),
+        mock.patch.dict(os.environ, {"COLUMNS": str(columns)}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -136,7 +138,64 @@ def test_explain_shows_what_was_written_and_what_deepspeed_would_do(tmp_path: Pa
     assert rows["steps_per_print"]["value"] == 10 and rows["_note"]["meaning"] == "a comment"
     assert "max_grad_norm (1.0 by default) clips" in rows["gradient_clipping"]["differs"]
     text = run("explain", path).stdout
-    assert "Differs from DeepSpeed:\n  gradient_clipping: " in text and "null" not in text.split("train_batch_size")[0]
+    assert "Differs from DeepSpeed:\n  gradient_clipping: " in text
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_explain_is_short_and_fits_the_terminal(columns: int) -> None:
+    """A key whose value and source are one word may be longer than a line; the text is not."""
+    for file in sorted((REPO / "configs").glob("*.json")):
+        text = run("explain", str(file), columns=columns).stdout
+        lines = text.splitlines()
+        assert len(lines) < 100 and lines[-1].endswith("explains one."), file
+        assert max(len(line) for line in lines if " " in line.strip() and not line.startswith("Conf")) <= columns
+        assert "(default)" not in text and "a comment" not in text and "The file sets:" in text
+
+
+def test_explain_lists_every_key_or_those_that_are_asked_for() -> None:
+    whole = run("explain", "configs/zero3.json", "--all").stdout
+    assert all(f"  {key}: " in whole for key in ("fp16.hysteresis", "zero_optimization.offload_param.device"))
+    few = run("explain", "configs/zero3.json", "offload_param", "zero_optimization.stage").stdout
+    keys = [line.split(":")[0].strip() for line in few.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert "zero_optimization.stage" in keys and len(keys) > 4
+    assert all(key.startswith(("zero_optimization.offload_param.", "zero_optimization.stage")) for key in keys)
+
+
+def test_explain_takes_the_arguments_of_a_script_after_a_file() -> None:
+    options = ("--world-size", "4", "--", "train.py", "--learning_rate", "1e-4", "--max_grad_norm", "0.5")
+    text = run("explain", "configs/zero2.json", *options).stdout
+    assert "4 processes: dp_shard 4; 4 data ranks" in text
+    assert "gradient_clipping: 0.5  (auto <- TrainingArguments.max_grad_norm)" in text
+
+
+def test_explain_of_a_key_needs_no_file() -> None:
+    """Every key that a file may have is explained, under its path and under its last word."""
+    keys = [path for section in ("", *SECTIONS) for _, path in children(section)]
+    lines = run("explain", *keys).stdout.splitlines()
+    assert set(keys) <= set(lines)
+    ends = [key.rpartition(".")[2] for key in keys]
+    ambiguous = {key for key, end in zip(keys, ends, strict=True) if end in keys and end != key}  # `fp16` is a section
+    assert set(keys) - ambiguous <= set(run("explain", *dict.fromkeys(ends)).stdout.splitlines())
+    stage = run("explain", "zero_optimization.stage").stdout
+    assert "Takes one of 0, 1, 2, 3.\n  Default: 0." in stage
+    alias = run("explain", "prefetch_bucket_size").stdout
+    assert "another spelling of" in alias and "elements gathered before they are needed" in alias
+    (row,) = json.loads(run("explain", "overlap_comm", "--json").stdout)
+    assert row["key"] == "zero_optimization.overlap_comm" and row["takes"] and row["meaning"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("stge",), 'stge: is no key of a config. Did you mean "stage"?'),
+        (("configs/zero2.json", "configs/zero3.json"), "configs/zero3.json is a second file"),
+        (("configs/zero9.json",), "does not exist"),
+        (("configs/zero3.json", "overlap_com"), 'Did you mean "overlap_comm"?'),
+    ],
+)
+def test_explain_names_what_it_does_not_know(words: tuple[str, ...], said: str) -> None:
+    result = run("explain", *words)
+    assert result.returncode == 1 and said in result.stderr and "Traceback" not in result.stderr
 
 
 def test_check_names_slips_of_the_file_sizes_and_disagreements_in_one_round(tmp_path: Path) -> None:

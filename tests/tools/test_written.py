@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 READ = {
     *("balance.folder", "bench.config", "bench.more", "check.config", "check.data", "mesh.config", "plan.config"),
     *("checkpoint verify.folder", "config check.file", "config convert.fsdp_config", "config convert.source"),
-    *("config explain.file", "export.checkpoint", "inspect.checkpoint", "profile.files", "schedule.config"),
+    *("export.checkpoint", "inspect.checkpoint", "profile.files", "schedule.config"),
     *("tune.config",),
 }
 """Parameters that name what is only read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from hf_dist.parallel.pipeline.actions import Kind, Schedule
 from hf_dist.parallel.pipeline.simulate import Costs, Simulation, Span, simulate
 from hf_dist.svg import Picture
@@ -19,22 +21,35 @@ _COLUMNS = "One column is the time of a forward; a backward takes two, an I or W
 _ROW, _LEFT, _UNIT = 28, 60, 26  # pixels
 
 
-def draw_text(schedule: Schedule, costs: Costs | None = None) -> str:
+def draw_text(schedule: Schedule, costs: Costs | None = None, line_width: int | None = None) -> str:
     """One line per rank, one column per unit of time, dots for idle time; then bubble and microbatches in flight.
 
-    If ranks have several stages, the stage's number precedes the letter. Fractional costs are rounded.
+    `line_width`: characters of a line; a longer schedule goes on below, after an empty line. None for no limit. If ranks have
+    several stages, the stage's number precedes the letter. Fractional costs are rounded.
     """
     result = simulate(schedule, costs)
     many = schedule.num_stages > schedule.num_ranks
     width = max((len(_label(span, many)) for rank in result.spans for span in rank), default=1)
-    lines = []
-    for rank, spans in enumerate(result.spans):
+    rows = []
+    for spans in result.spans:
         cells = ["." * width] * round(result.makespan)
         for span in spans:
             for column in range(round(span.start), round(span.stop)):
                 cells[column] = _label(span, many).ljust(width)
-        lines.append(f"rank {rank} | {' '.join(cells)}")
-    return "\n".join([*lines, "", _summary(schedule, result), _LEGEND, *([] if costs else [_COLUMNS])])
+        rows.append(cells)
+    names = [f"rank {rank}" for rank in range(schedule.num_ranks)]
+    left = len(names[-1])
+    shown = len(rows[0]) if line_width is None else max(1, (line_width - left - len(" |")) // (width + 1))
+    lines: list[str] = []
+    for start in range(0, len(rows[0]), shown):
+        row = (
+            f"{name:<{left}} | {' '.join(cells[start : start + shown])}"
+            for name, cells in zip(names, rows, strict=True)
+        )
+        lines += [*row, ""]
+    texts = [_summary(schedule, result), _LEGEND, *([] if costs else [_COLUMNS])]
+    wrapped = [text if line_width is None else textwrap.fill(text, line_width) for text in texts]
+    return "\n".join([*lines, *wrapped])
 
 
 def draw_schedule(schedule: Schedule, costs: Costs | None = None) -> Picture:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hf_dist.config import (
-    DistConfig,
-    axes_of,
     differences,
-    examine,
-    format_differences,
     format_table,
     load_config,
-    read_config,
-    resolve,
-    shown,
     similar_files,
-    with_disagreements,
 )
 from hf_dist.config.convert import Conversion, from_fsdp_arguments
 from hf_dist.config.convert_recipes import from_any
 from hf_dist.config.json_schema import json_schema
-from hf_dist.config.meaning import meaning, sentences
-from hf_dist.config.schema import fields, section_of
-from hf_dist.config.unknown import at
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.tools.cli.compared import AsJson, Model, WorldSize, as_json_text, compared
 from hf_dist.tools.cli.config_new import new
-from hf_dist.tools.cli.script_arguments import sources_from
+from hf_dist.tools.cli.explain import explain
 from hf_dist.tools.cli.written import to_write, write_texts
 
 __all__ = ["app"]
@@ -41,15 +29,13 @@ app = typer.Typer(
     help="Make or check a config, and say what it means.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.command()(new)
+app.command()(explain)
 
 File = Annotated[Path, typer.Argument(help="A DeepSpeed-style JSON file.", show_default=False)]
 Script = Annotated[
     list[str] | None,
     typer.Argument(help="After `--`: the arguments of your script, compared with the file.", show_default=False),
 ]
-WorldSize = Annotated[int | None, typer.Option(help="Processes of the job.", show_default=False, min=1)]
-Model = Annotated[str | None, typer.Option(help="A model folder, or an ID of the hub.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
@@ -61,18 +47,18 @@ def check(
     hf-dist config check zero3.json --world-size 8 -- --learning_rate 2e-5 --per_device_train_batch_size 4
     """
     try:
-        config = _resolved(file, script, world_size, model)
+        config = compared(file, script, world_size, model)
     except ConfigError as error:
         if not as_json:
             raise
-        print(_as_json({"file": str(file), "ok": False, "problems": [vars(problem) for problem in error.problems]}))
+        print(as_json_text({"file": str(file), "ok": False, "problems": [vars(problem) for problem in error.problems]}))
         sys.exit(1)
     if as_json:
         values = {path: {"value": config.value_at(path), "source": source} for path, source in config.sources.items()}
         notes = [vars(note) for note in config.notes]
         differs = [vars(each) for each in differences(config)]
         print(
-            _as_json(
+            as_json_text(
                 {"file": str(file), "ok": True, "problems": [], "notes": notes, "values": values, "differs": differs}
             )
         )
@@ -82,32 +68,9 @@ def check(
 
 
 @app.command()
-def explain(
-    file: File, script: Script = None, world_size: WorldSize = None, model: Model = None, as_json: AsJson = False
-) -> None:
-    """Print every key with its value, the source of the value, and what the key does."""
-    config = _resolved(file, script, world_size, model)
-    rows = list(_explained(config, read_config(file).data))
-    if as_json:
-        elsewhere = {each.path: f"{each.text}. As there: {each.restore}" for each in differences(config)}
-        table = [dict(zip(("key", "value", "source", "meaning"), row, strict=True)) for row in rows]
-        print(
-            _as_json([{**row, "differs": elsewhere[row["key"]]} if row["key"] in elsewhere else row for row in table])
-        )
-        return
-    width = max(len(key) for key, *_ in rows)
-    shown_width = min(24, max(len(shown(value)) for _, value, *_ in rows))
-    for key, value, source, text in rows:
-        print(f"{key:<{width}}  {shown(value):<{shown_width}}  {source}")
-        print(f"{'':<{width}}  {text}")
-    for line in format_differences(config):
-        print(line)
-
-
-@app.command()
 def schema() -> None:
     """Print the JSON Schema of the config. Name it in "$schema", and editors complete keys and check values."""
-    print(_as_json(json_schema()))
+    print(as_json_text(json_schema()))
 
 
 @app.command()
@@ -128,7 +91,7 @@ def convert(
     counterpart is listed.
     """
     conversion = _converted(source, fsdp, fsdp_config)
-    text = _as_json(conversion.config)
+    text = as_json_text(conversion.config)
     if output is None:
         print(text)
     else:
@@ -136,47 +99,6 @@ def convert(
     for key, reason in conversion.notes.items():
         print(f"{key}: {reason}", file=sys.stderr)
     load_config(conversion.config)  # reports, by path, what is not available
-
-
-def _resolved(file: Path, script: list[str] | None, world_size: int | None, model: str | None) -> DistConfig:
-    """The config, compared with the known facts of the job. One ConfigError reports all problems."""
-    config, problems = examine(file)
-    data_ranks = None
-    if world_size is not None:
-        try:
-            data_ranks = axes_of(config, world_size).size("data")
-        except ConfigError as error:
-            known = {problem.path for problem in problems}
-            problems += [problem for problem in error.problems if problem.path not in known]
-    sources = sources_from(script, data_ranks, model)
-    compared = script is not None or world_size is not None or model is not None
-    if problems:
-        if compared:
-            problems = with_disagreements(config, sources, problems, ranks_known=data_ranks is not None)
-        raise ConfigError(problems)
-    return resolve(config, sources) if compared else config
-
-
-def _explained(config: DistConfig, data: Mapping[str, object]) -> list[tuple[str, Any, str, str]]:
-    """Key, value, source and meaning of every key in the file, then of every key with its default."""
-    notes = {note.path: note for note in config.notes}
-    rows = []
-    for path in [*config.sources, *(note.path for note in config.notes if note.path not in config.sources)]:
-        written = config.spelled(path)
-        source = config.source_of(path)
-        line = config.lines.get(written)
-        source = f"line {line}" if line and source in ("file", "default") else source
-        note = notes.get(written)
-        text = f"no effect: {note.reason}" if note is not None and note.kind == "idle" else meaning(path)
-        text += f" ({note.reason})" if note is not None and note.kind == "read" else ""
-        text = note.reason if note is not None and note.kind in ("comment", "unknown", "override") else text
-        alias = f" (written as {written})" if written != path else ""
-        value = config.value_at(path)
-        rows.append((path, at(data, written) if value is None else value, source, text + alias))
-    done = {path for path, *_ in rows}
-    above = {path.rsplit(".", cut)[0] for path in done for cut in range(1, path.count(".") + 1)}
-    rest = [path for path in sentences() if path not in done | above and section_of(fields()[path]) is None]
-    return rows + [(path, config.value_at(path), "default", meaning(path)) for path in rest]
 
 
 def _converted(source: Path | None, fsdp: str | None, fsdp_config: Path | None) -> Conversion:
@@ -216,7 +138,3 @@ def _toml(text: str) -> object:
     import tomllib
 
     return tomllib.loads(text)
-
-
-def _as_json(data: object) -> str:
-    return json.dumps(data, indent=2, default=str)

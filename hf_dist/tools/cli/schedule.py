@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hf_dist.tools.cli.terminal import terminal_width
 from hf_dist.tools.cli.written import to_write, writing
 
 __all__ = ["schedule"]
@@ -64,7 +65,7 @@ def schedule(
         1 if virtual is None else virtual,
     )
     validate(plan)
-    print(draw_text(plan))
+    print(draw_text(plan, line_width=terminal_width()))
     if output is not None:
         with writing(output):
             draw_schedule(plan).save(output)

@@ -159,6 +159,19 @@ def test_the_text_grid_shows_idle_time_and_the_picture_is_well_formed() -> None:
     assert Counter(titles) == Counter(f"{s}{k}{m}" for s in range(4) for k in "FB" for m in range(4))
 
 
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("asked", [("1f1b", 4, 8, 1), ("interleaved_1f1b", 12, 24, 2), ("zb_h1", 3, 4, 1)])
+def test_a_long_grid_goes_on_below_in_the_width_of_the_terminal(asked: tuple[str, int, int, int], width: int) -> None:
+    plan = make_schedule(*asked)
+    *whole, _, _, _, _ = draw_text(plan).splitlines()
+    lines = draw_text(plan, line_width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    grid = [line.split(" |") for line in lines if " |" in line]
+    for rank in range(plan.num_ranks):
+        name, cells = (part.strip() for part in whole[rank].split("|"))
+        assert "".join(part for start, part in grid if start.strip() == name).strip() == cells
+
+
 def test_the_command_prints_the_grid_and_writes_the_picture(tmp_path: Path) -> None:
     import typer
 
