@@ -6,9 +6,11 @@ import re
 
 __all__ = ["peak_flops"]
 
-# Words of the name -> dense products, in 10**12 operations a second; the first that fits. Source: the makers' data sheets.
+# Words of the name -> dense products, in 10**12 operations a second; the first that fits. Sources: `get_peak_flops` of
+# torchtitan and the table of Lightning's throughput.py, which cite the makers' data sheets; A40, A30, L4: NVIDIA's data sheets,
+# where the figure "with sparsity" is halved. A device of MI250X is one of its two dies.
 _PEAKS = (
-    ("GB200", 2500.0),
+    ("GB[23]00", 2500.0),
     ("B200", 2250.0),
     ("GH200", 989.4),
     ("H200", 989.4),
@@ -21,10 +23,13 @@ _PEAKS = (
     ("A10", 125.0),
     ("L40S", 362.0),
     ("L4", 121.0),
+    ("V100-PCIE", 112.0),
+    ("V100S", 130.0),
     ("V100", 125.0),
     ("T4", 65.0),
-    ("MI300X", 1307.4),
-    ("MI250X", 383.0),
+    ("MI355X", 2500.0),
+    ("MI3(00|25)X", 1307.4),
+    ("MI250X", 191.5),
 )
 
 

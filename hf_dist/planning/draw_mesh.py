@@ -67,7 +67,12 @@ def _where(axes: Axes, axis: str, machines: Sequence[int]) -> str:
 
 def _bytes(axes: Axes, axis: str, nbytes: int, machines: Sequence[int]) -> str:
     inside, between = link_on(axes, axis, machines).split(nbytes, pairwise=axis in ("ep", "cp"))
-    return f"sent along {axis}: {size_text(inside)} inside a machine, {size_text(between)} between, per rank and step"
+    parts = [
+        f"{size_text(nbytes)} {where}"
+        for nbytes, where in ((inside, "inside a machine"), (between, "between machines"))
+        if nbytes
+    ]
+    return f"sent along {axis}, per rank and step: {', '.join(parts)}"
 
 
 def draw_mesh(axes: Axes, machines: Sequence[int], traffic: Traffic | None = None) -> Picture:

@@ -180,4 +180,6 @@ def test_labels_are_escaped_and_values_are_exact() -> None:
 def test_the_peak_of_a_device_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12 and peak_flops("Tesla T4") == 65e12
+    assert peak_flops("Tesla V100-PCIE-16GB") == 112e12 and peak_flops("Tesla V100-SXM2-32GB") == 125e12
+    assert peak_flops("AMD Instinct MI250X") == 191.5e12 and peak_flops("NVIDIA GB300") == 2500e12
     assert peak_flops("NVIDIA A10G") is None and peak_flops("NVIDIA L40") is None

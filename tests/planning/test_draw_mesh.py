@@ -24,8 +24,8 @@ def test_every_axis_says_what_its_ranks_hold_and_how_they_are_joined() -> None:
         "pp 2        different layers   {0 8} {1 9} {2 10} {3 11} ... of 8             between machines",
         "dp_shard 4  ZeRO's shards      {0 2 4 6} {1 3 5 7} {8 10 12 14} {9 11 13 15}  inside machines",
         "tp 2        parts of a matrix  {0 1} {2 3} {4 5} {6 7} ... of 8               inside machines",
-        "sent along tp: 1 kB inside a machine, 0 B between, per rank and step",
-        "sent along pp: 0 B inside a machine, 500 B between, per rank and step",
+        "sent along tp, per rank and step: 1 kB inside a machine",
+        "sent along pp, per rank and step: 500 B between machines",
     ]
     assert mesh_lines(Axes.of(1), [0]) == []
     assert "4 of them on a machine" in mesh_lines(Axes.of(8), [rank // 4 for rank in range(8)])[0]
@@ -62,5 +62,5 @@ def test_the_command_says_the_bytes_of_a_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     assert "4 ranks = dp_replicate 1 x dp_shard 2 x tp 2" in result.stdout
-    assert "sent along tp: " in result.stdout and "sent along shard: 0 B inside a machine" in result.stdout
+    assert "sent along tp, per rank and step: " in result.stdout and "between machines" in result.stdout
     assert ElementTree.parse(tmp_path / "mesh.svg").getroot() is not None

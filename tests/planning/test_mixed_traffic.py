@@ -180,7 +180,7 @@ def test_the_start_up_report_says_which_links_carry_the_bytes(case: str) -> None
     for found in measured():
         _, sent, report = found[case]
         for axis in ("shard", "edp", "dp_replicate", "cp_replicate"):  # of weights and gradients alone
-            line = re.search(rf"sent along {axis}: (.*) inside a machine, 0 B between", report)
+            line = re.search(rf"sent along {axis}, per rank and step: (.*) inside a machine", report)
             assert (line and line[1]) == (size_text(sum(sent[axis].values())) if axis in sent else None)
         crossed = [axis for axis in ("pp", "cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
         assert (f"and activations along {', '.join(crossed)}: " in report) == bool(crossed)
