@@ -19,7 +19,7 @@ from mkdocs.structure.files import File
 from reference import reference_pages
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = {"examples/guides/": 4, "commands/": 3, "keys/": 2, "api/": 0.5, "hf_dist/": 0.2}
+WEIGHTS = {"examples/guides/": 4, "commands/": 3, "keys/": 3, "api/": 0.5, "hf_dist/": 0.2}
 """Start of a path -> how much its pages count in the search: what tells how to do something before what tells how it works."""
 log = logging.getLogger("mkdocs.hf_dist")
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,14 +23,13 @@ from hf_dist.config.support import SUPPORT
 from tests import needs, processes
 
 needs.package("mkdocstrings", 'the extra "site"')
-needs.package("lunr", "the search of the site")
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SITE = REPO / "examples" / "site"
 with (Path(__file__).parent / "questions.tsv").open(encoding="utf-8", newline="") as file:
     QUESTIONS = [tuple(row) for row in csv.reader(file, delimiter="\t")][1:]
 ANSWERS = 2
-"""The page must be among the first so many pages that the search names; pages of one file count as one."""
+"""The page must be among the first so many pages that the search names."""
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +52,21 @@ def pages(built: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def index(built: Path) -> Any:
-    """The search, as the page's own script builds it: titles count more than text, and some pages more than others."""
-    import lunr
-
-    data = json.loads((built / "search" / "search_index.json").read_text(encoding="utf-8"))
-    separator = re.compile(data["config"]["separator"])
-    found = []
-    for section in data["docs"]:
-        words = {key: separator.sub(" ", re.sub(r"<[^>]+>", " ", section[key])) for key in ("title", "text")}
-        found.append(({"location": section["location"], **words}, {"boost": section.get("boost", 1)}))
-    return lunr.lunr(ref="location", fields=[{"field_name": "title", "boost": 1000}, "text"], documents=found)
+def answers(built: Path) -> dict[str, list[str]]:
+    """Question -> pages in the order of the site's search, as a browser runs it: the site's scripts, the theme's worker."""
+    asked = json.dumps([question for question, _ in QUESTIONS])
+    done = processes.run(["node", str(Path(__file__).parent / "search.js"), str(built), asked], timeout=120, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {question: places for (question, _), places in zip(QUESTIONS, found, strict=True)}
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="the search of the site is JavaScript")
 @pytest.mark.parametrize(("question", "page"), [pytest.param(*row, id=row[0]) for row in QUESTIONS])
-def test_the_search_answers(index: Any, pages: dict[str, str], question: str, page: str) -> None:
+def test_the_search_answers(answers: dict[str, list[str]], pages: dict[str, str], question: str, page: str) -> None:
     assert any(path.startswith(page) for path in pages), page
-    answers = list(dict.fromkeys(hit["ref"].partition(".html")[0] for hit in index.search(question.rstrip("?"))))
-    assert any(answer.startswith(page) for answer in answers[:ANSWERS]), answers[:5]
+    first = list(dict.fromkeys(place.partition(".html")[0] for place in answers[question]))[:ANSWERS]
+    assert any(answer.startswith(page) for answer in first), answers[question][:5]
 
 
 def test_pages_load_nothing_from_another_server(pages: dict[str, str]) -> None:
