@@ -22,27 +22,41 @@ TOP = "top_level"
 
 
 def key_pages() -> list[Page]:
-    """A page for each section, one for the keys at the top level, one for all that are refused."""
+    """A page for each section with a key that does something, one for the top level, one each for keys refused and idle."""
     sections: defaultdict[str, list[str]] = defaultdict(list)
     for path in SUPPORT:
         sections[path.split(".")[0] if "." in path else TOP].append(path)
-    found = [page for name, keys in sorted(sections.items()) for page in pages(f"keys/{name}.md", _section(name, keys))]
-    return [*pages("keys/README.md", _index(sections)), *pages("keys/refused.md", _refused()), *found]
+    found = [
+        page
+        for name, keys in sorted(sections.items())
+        if any(_does_something(key) for key in keys)
+        for page in pages(f"keys/{name}.md", _section(name, keys))
+    ]
+    first = [*pages("keys/README.md", _index(sections)), *pages("keys/refused.md", _refused())]
+    return [*first, *pages("keys/without_effect.md", _idle()), *found]
+
+
+def _does_something(key: str) -> bool:
+    return SUPPORT[key].status in (Status.USED, Status.MAPPED)
 
 
 def _index(sections: Mapping[str, list[str]]) -> str:
     used = {name: sum(SUPPORT[key].status is Status.USED for key in keys) for name, keys in sections.items()}
     rows = [
-        f"| [`{name}`]({name}.md) | {_about(name)} | {used[name]} | {len(keys)} |"
+        f"| {_linked(name, keys)} | {_about(name)} | {used[name]} | {len(keys)} |"
         for name, keys in sorted(sections.items(), key=lambda item: (item[0] != TOP, -used[item[0]], item[0]))
     ]
     head = (
-        "# Config keys\n\nEvery key of the JSON file, with its values, default and meaning. A key is honoured, listed as "
-        "without effect, or refused: [keys of DeepSpeed that are not supported](refused.md). "
-        "`hf-dist config check FILE` says which keys of a file are which.\n\n"
+        "# Config keys\n\nA key of the JSON file is honoured, [refused](refused.md), or accepted "
+        "[without effect](without_effect.md). `hf-dist config check FILE` says which keys of a file are which.\n\n"
         "| section | what it is for | keys with an effect | keys known |\n|---|---|--:|--:|\n"
     )
     return head + "\n".join(rows)
+
+
+def _linked(name: str, keys: list[str]) -> str:
+    """A section's name, with its page if it has one."""
+    return f"[`{name}`]({name}.md)" if any(_does_something(key) for key in keys) else f"`{name}`"
 
 
 def _about(name: str) -> str:
@@ -67,10 +81,9 @@ def _section(name: str, keys: list[str]) -> str:
         rows = ((f"`{key}`", f"`{SUPPORT[key].target}`") for key in by_status[Status.MAPPED])
         text += _table("Other spellings", ("key", "the same as"), rows)
     if by_status[Status.REFUSED]:
-        text += _table("Refused", ("key", "why", "do this"), map(_no, by_status[Status.REFUSED]))
+        text += f"[Refused](refused.md): {_codes(by_status[Status.REFUSED])}.\n\n"
     if by_status[Status.NO_EFFECT]:
-        rows = ((f"`{key}`", _cell(SUPPORT[key].reason)) for key in by_status[Status.NO_EFFECT])
-        text += _table("Accepted without effect", ("key", "why"), rows)
+        text += f"[Accepted without effect](without_effect.md): {_codes(by_status[Status.NO_EFFECT])}.\n\n"
     return text
 
 
@@ -81,6 +94,12 @@ def _refused() -> str:
         "with its line and what to do, except where its value asks for nothing (`false`, `0`).\n\n"
     )
     return head + _table("", ("key", "why", "do this"), map(_no, keys))
+
+
+def _idle() -> str:
+    rows = ((f"`{key}`", _cell(row.reason)) for key, row in SUPPORT.items() if row.status is Status.NO_EFFECT)
+    head = "# Keys of DeepSpeed without effect\n\nThey change nothing. The start-up report lists those that a file has.\n\n"
+    return head + _table("", ("key", "why"), rows)
 
 
 def _used(key: str, section: str) -> str:

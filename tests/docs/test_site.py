@@ -112,6 +112,13 @@ def module(name: str) -> Any:
         sys.path.remove(str(SITE))
 
 
+def test_the_reference_shows_what_users_call(pages: dict[str, str]) -> None:
+    """Each member that `reference.MEMBERS` lists has its heading; none of those that hf_dist itself calls has."""
+    reference = "".join(text for path, text in pages.items() if path.startswith("api/"))
+    shown = set(re.findall(r'id="hf_dist\.(\w+\.\w+)"', reference))
+    assert shown == {f"{name}.{member}" for name, members in module("reference").MEMBERS.items() for member in members}
+
+
 LINE = st.text("abc def", min_size=1, max_size=300).map(lambda words: f"x{words}x")
 BLOCK = st.one_of(
     LINE,
