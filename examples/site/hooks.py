@@ -19,7 +19,7 @@ from mkdocs.structure.files import File
 from reference import reference_pages
 
 ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = {"examples/guides/": 4, "commands/": 3, "keys/": 3, "api/": 0.5, "hf_dist/": 0.2}
+WEIGHTS = {"examples/guides/": 4, "commands/": 3, "keys/": 3, "api/": 0.5}
 """Start of a path -> how much its pages count in the search: what tells how to do something before what tells how it works."""
 log = logging.getLogger("mkdocs.hf_dist")
 
@@ -67,27 +67,18 @@ def _repository() -> str:
 
 
 def _sources(nav: Any) -> Iterator[str]:
-    """Files of the repository that the navigation names, by themselves or by their folder."""
+    """Files of the repository that the navigation names."""
     for entry in nav:
         for value in entry.values() if isinstance(entry, dict) else [entry]:
             if isinstance(value, list):
                 yield from _sources(value)
             elif value.endswith(".md"):
                 yield value
-            elif (ROOT / value).is_dir():
-                yield from (path.relative_to(ROOT).as_posix() for path in _below(ROOT / value))
-
-
-def _below(folder: Path) -> list[Path]:
-    """Markdown of a folder, a README before what lies beside and below it."""
-    found = (path for path in folder.rglob("*.md"))
-    return sorted(found, key=lambda path: (path.parent, path.name != "README.md", path.name))
 
 
 def _navigation(nav: Any, gathered: dict[str, list[Page]], generated: dict[str, list[Page]]) -> list[Any]:
-    """The navigation of mkdocs.yml with pages in the place of files and folders."""
+    """The navigation of mkdocs.yml with pages in the place of files and kinds."""
     result: list[Any] = []
-    placed = {source for source in _sources(nav) if not source.startswith("hf_dist/")}
     for entry in nav:
         if isinstance(entry, str):
             result.append(_entry(gathered[entry]))
@@ -95,12 +86,8 @@ def _navigation(nav: Any, gathered: dict[str, list[Page]], generated: dict[str, 
         ((title, value),) = entry.items()
         if isinstance(value, list):
             result.append({title: _navigation(value, gathered, generated)})
-        elif value in generated:
-            result.append({title: _grouped(generated[value])})
         else:
-            result.append(
-                {title: _folders({k: v for k, v in gathered.items() if k.startswith(value) and k not in placed})}
-            )
+            result.append({title: _grouped(generated[value])})
     return result
 
 
@@ -118,15 +105,3 @@ def _grouped(group: list[Page]) -> list[Any]:
     for page in group:
         by_source[page.source or re.sub(r"-\d+\.md$", ".md", page.path)].append(page)
     return [_entry(pages_) for pages_ in by_source.values()]
-
-
-def _folders(found: dict[str, list[Page]]) -> list[Any]:
-    """Files by the package that they describe: `hf_dist/README.md` alone, `hf_dist/parallel/...` together."""
-    packages: defaultdict[str, list[list[Page]]] = defaultdict(list)
-    for source, group in found.items():
-        packages[source.split("/")[1]].append(group)
-    result: list[Any] = []
-    for name, groups in packages.items():
-        entries = [_entry(group) for group in groups]
-        result.extend(entries if len(entries) == 1 else [{name: entries}])
-    return result

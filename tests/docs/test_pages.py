@@ -24,11 +24,11 @@ from tests.examples.running import train
 
 GUIDES = REPO / "examples" / "guides"
 SHORT = [
-    *("after_training", "attention", "containers", "environment", "freezing", "loss", "migrating", "modalities"),
-    *("notebooks", "platforms", "streams"),
+    *("adapters", "after_training", "attention", "containers", "environment", "freezing", "loss", "migrating"),
+    *("modalities", "notebooks", "platforms", "streams", "weights"),
 ]
 LONGEST = 60
-RUN = ("after_training", "attention", "freezing", "loss", "streams")
+RUN = ("after_training", "attention", "freezing", "loss", "streams", "weights")
 """Pages whose Python blocks run one after the other, in one process, with `names()`."""
 NOT_VARIABLES = {
     *("DEFAULT_TIMEOUT", "KNOWN_BAD", "SCHED_BATCH", "SC_PAGE_SIZE"),
@@ -70,8 +70,10 @@ def names(folder: Path) -> dict[str, Any]:
 def test_the_python_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = names(tmp_path)
-    if page == "after_training":
+    if page in ("after_training", "weights"):
         given["trainer"] = DistTrainer(model=given["model"], args=given["args"], train_dataset=given["rows"])
+    if page == "weights":
+        given["trainer"].train()
     for block in python_blocks(page):
         exec(compile(block, f"{page}.md", "exec"), given)
         if page == "freezing":  # each block is a run of its own
