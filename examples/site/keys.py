@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from document import Page, pages
@@ -93,13 +93,21 @@ def _refused() -> str:
         "# Keys of DeepSpeed that are not supported\n\nA file with one of these keys is refused before anything is loaded, "
         "with its line and what to do, except where its value asks for nothing (`false`, `0`).\n\n"
     )
-    return head + _table("", ("key", "why", "do this"), map(_no, keys))
+    return head + _table("", ("key", "why", "do this"), _grouped(keys, lambda row: (_cell(row.reason), _cell(row.fix))))
 
 
 def _idle() -> str:
-    rows = ((f"`{key}`", _cell(row.reason)) for key, row in SUPPORT.items() if row.status is Status.NO_EFFECT)
+    keys = [key for key, row in SUPPORT.items() if row.status is Status.NO_EFFECT]
     head = "# Keys of DeepSpeed without effect\n\nThey change nothing. The start-up report lists those that a file has.\n\n"
-    return head + _table("", ("key", "why"), rows)
+    return head + _table("", ("key", "why"), _grouped(keys, lambda row: (_cell(row.reason),)))
+
+
+def _grouped(keys: Iterable[str], told: Callable[[Any], tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """A row for the keys of one section of which the same is told."""
+    found: defaultdict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for key in keys:
+        found[key.rpartition(".")[0], told(SUPPORT[key])].append(key)
+    return ((_codes(names), *words) for (_, words), names in found.items())
 
 
 def _used(key: str, section: str) -> str:
@@ -108,11 +116,6 @@ def _used(key: str, section: str) -> str:
     values, default = _values(key), leaf.get("default")
     facts = [f"`{key}`", values, "" if default is None else f"default `{json.dumps(default)}`"]
     return f"## {key.removeprefix(f'{section}.')}\n\n{meaning(key)}\n{', '.join(filter(None, facts))}.\n\n"
-
-
-def _no(key: str) -> tuple[str, ...]:
-    row = SUPPORT[key]
-    return f"`{key}`", _cell(row.reason), _cell(row.fix)
 
 
 def _leaf(path: str) -> Mapping[str, Any]:

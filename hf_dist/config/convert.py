@@ -26,7 +26,7 @@ _NOT_NEEDED: Mapping[str, str] = {
     "min_num_params": _FOUND_BY_ITSELF,
     "state_dict_type": "every checkpoint holds full HF weights and training state for any layout",
     "use_orig_params": "parameters always stay the model's own",
-    "sync_module_states": "ranks are always compared, or loaded, alike",
+    "sync_module_states": "every rank loads the same weights, and ranks are compared",
     "backward_prefetch": "prefetching is built in",
     "forward_prefetch": "prefetching is built in",
     "limit_all_gathers": "prefetching is built in",
@@ -169,7 +169,7 @@ def put_layout(result: Conversion, layout: ForeignLayout, prefix: str) -> None:
     result.notes |= {f"{prefix}{name}": why for name, why in layout.unused.items()}
     if "replicate" in layout.sizes and (stage < 3 or layout.size("shard") * layout.size("cp") == 1):
         keys.pop(SHARES, None)
-        reason = "left out: copies of the shards are for stage 3; below it every rank of the batch is one anyway"
+        reason = "left out: it sets how many ranks share the shards of stage 3; below stage 3 every rank holds a copy"
         result.notes[prefix + layout.sizes["replicate"][1]] = reason
     elif "shard" in layout.sizes and "replicate" not in layout.sizes:
         result.notes[prefix + layout.sizes["shard"][1]] = "follows from the number of ranks"

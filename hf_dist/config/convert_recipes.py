@@ -27,7 +27,7 @@ from hf_dist.errors import ConfigError, Problem
 __all__ = ["from_any"]
 
 _ZERO = "zero_optimization"
-_ELSEWHERE = "no key of the layout: the script or its arguments name it"
+_ELSEWHERE = "not a key of the layout: set it in the script or its arguments"
 _TITAN_SIZES: Mapping[str, str] = {
     "tensor_parallel_degree": "tp",
     "pipeline_parallel_degree": "pp",
@@ -136,7 +136,7 @@ def _titan_schedule(result: Conversion, path: str, text: str) -> None:
     put(result.config, "pipeline.schedule", schedule)
     if schedule == "interleaved_1f1b":
         put(result.config, "pipeline.virtual_stages", 2)
-        result.notes[path] = "pipeline.virtual_stages 2: change it to the stages that a rank holds"
+        result.notes[path] = "pipeline.virtual_stages is written as 2: change it to the number of stages on each rank"
 
 
 def _titan_experts(sizes: dict[str, Any], section: Mapping[str, Any], result: Conversion) -> None:

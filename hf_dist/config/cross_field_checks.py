@@ -76,7 +76,7 @@ _NEEDS = (
     Needs(
         ("hf_dist.reduce_once_per_window",),
         lambda config: config.zero_optimization.stage >= 2,
-        "stages 0 and 1 do so anyway",
+        "stages 0 and 1 always do so",
     ),
     Needs(
         ("hf_dist.memory_budget",),
@@ -87,7 +87,7 @@ _NEEDS = (
     Needs(
         (_OPTIMIZER,),
         lambda config: config.zero_optimization.offload_optimizer.device != "none",
-        "optimizer state stays here",
+        "optimizer state is not offloaded",
     ),
     Needs(
         tuple(f"{_PARAM}.{key}" for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")),

@@ -51,5 +51,5 @@ def autocast_dtype(value: object) -> str:
     """ "bf16" from any usual spelling."""
     found = dtype(str(value).strip().removeprefix("torch."))
     if found != "bf16":
-        raise BadValue("is not available: autocast needs no loss scale in bfloat16 only", 'Set it to "bfloat16".')
+        raise BadValue("is not available: only in bfloat16 does autocast need no loss scale", 'Set it to "bfloat16".')
     return found

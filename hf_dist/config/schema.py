@@ -74,7 +74,7 @@ class DistConfig(Frozen):
     gradient_accumulation_steps: CountOrAuto | None = None
     """`gradient_accumulation_steps`: forward and backward passes per optimizer step."""
     gradient_clipping: RealOrAuto | None = None
-    """`gradient_clipping`: largest global L2 norm of the gradient; 0 for no limit; None if absent and not yet resolved."""
+    """`gradient_clipping`: largest global L2 norm of the gradient; 0 for no limit; None until the Trainer's value is known."""
     dump_state: Flag = False
     """`dump_state`: whether the start-up report is printed whole; without it, ten lines for a plain job."""
     communication_data_type: Dtype | None = None
@@ -96,7 +96,7 @@ class DistConfig(Frozen):
     zero_optimization: ZeroConfig = ZeroConfig()
     """`zero_optimization`: what is sharded."""
     aio: AioConfig = AioConfig()
-    """`aio`: files for device "nvme"."""
+    """`aio`: how files are read and written for device "nvme"."""
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     """`activation_checkpointing`: recomputation and offload of activations."""
     pipeline: PipelineConfig = PipelineConfig()

@@ -108,7 +108,7 @@ class TorchAutocastConfig(Frozen):
     """The `torch_autocast` section: `torch.autocast` around forward, like `bf16=True` in the stock Trainer."""
 
     enabled: Flag = False
-    """`torch_autocast.enabled`: whether operators cast by torch's rules; weights stay fp32 unless `bf16` is also on."""
+    """`torch_autocast.enabled`: whether operators cast inputs by torch's rules; weights stay fp32 unless `bf16` is on."""
     dtype: AutocastDtype = "bf16"
     """`torch_autocast.dtype`: the dtype to cast to; only "bfloat16" is available."""
 
@@ -162,7 +162,7 @@ class OffloadParamConfig(Frozen):
     buffer_count: Count = 5
     """`zero_optimization.offload_param.buffer_count`: buffers in host memory, for device "nvme"."""
     buffer_size: NumelOrAuto = 100_000_000
-    """`zero_optimization.offload_param.buffer_size`: elements; times `buffer_count`, the amount that may be read ahead."""
+    """`zero_optimization.offload_param.buffer_size`: elements of a buffer; with all buffers, the amount that is read ahead."""
     max_in_cpu: NumelOrAuto = 1_000_000_000
     """`zero_optimization.offload_param.max_in_cpu`: elements kept in host memory, for device "nvme"."""
     pin_memory: Flag = True
@@ -179,7 +179,7 @@ class ZeroConfig(Frozen):
     allgather_bucket_size: NumelOrAuto = 500_000_000
     """`zero_optimization.allgather_bucket_size`: elements of all-gathers in flight after a step at stages 1 and 2."""
     overlap_comm: FlagOrAuto | None = None
-    """`zero_optimization.overlap_comm`: whether reductions overlap backward; None means on GPUs, and at stage 3."""
+    """`zero_optimization.overlap_comm`: whether reductions overlap backward; None: true on GPUs, and at stage 3."""
     stage3_prefetch_bucket_size: NumelOrAuto = 50_000_000
     """`zero_optimization.stage3_prefetch_bucket_size`: elements gathered before they are needed at stage 3."""
     ignore_unused_parameters: Flag = True
@@ -191,9 +191,9 @@ class ZeroConfig(Frozen):
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     """`zero_optimization.leaf_module`: modules gathered as one unit with all their children."""
     mics_shard_size: ShardSize = -1
-    """`zero_optimization.mics_shard_size`: ranks that share one copy of all states (3, or `local_sgd`); -1: all data ranks."""
+    """`zero_optimization.mics_shard_size`: at stage 3 or with `local_sgd`, ranks of one copy of all states; -1: all."""
     zero_hpz_partition_size: Count = 1
-    """`zero_optimization.zero_hpz_partition_size`: ranks with a second copy of the weights, for later gathers (3); 1 is off."""
+    """`zero_optimization.zero_hpz_partition_size`: at stage 3, ranks of a second copy of the weights; 1 is off."""
 
 
 class AioConfig(Frozen):
@@ -204,7 +204,7 @@ class AioConfig(Frozen):
     queue_depth: Count = 8
     """`aio.queue_depth`: requests in flight for each of `intra_op_parallelism`."""
     intra_op_parallelism: Count = 1
-    """`aio.intra_op_parallelism`: times `queue_depth`, the number of requests in flight, at most 32."""
+    """`aio.intra_op_parallelism`: this number times `queue_depth` requests are in flight, at most 32."""
 
 
 class ActivationCheckpointingConfig(Frozen):
@@ -235,7 +235,7 @@ class PipelineConfig(Frozen):
     activation_checkpoint_interval: Whole = 0
     """`pipeline.activation_checkpoint_interval`: checkpoint every n-th block, also without a pipeline; 0 is off."""
     reshard_per_microbatch: Flag = False
-    """`pipeline.reshard_per_microbatch`: whether weights (stage 3) are freed and gradients (2, 3) reduced every microbatch."""
+    """`pipeline.reshard_per_microbatch`: whether every microbatch frees weights and reduces gradients, as the stage says."""
 
 
 class TensorParallelConfig(Frozen):
@@ -343,15 +343,15 @@ class HfDistSection(Frozen):
     tiled_loss: FlagOrAuto | None = None
     """`hf_dist.tiled_loss`: whether head and loss run in tiles; None: true in the Trainer, else only the loss is chunked."""
     sequence_parallel: SequenceExchange = "auto"
-    """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or ranks of [Ulysses, ring]."""
+    """`hf_dist.sequence_parallel`: "auto", "ulysses", "gather", "ring", or two numbers of ranks: [Ulysses, ring]."""
     sequence_regions: FlagOrAuto | None = None
-    """`hf_dist.sequence_regions`: whether ranks that split layers keep parts of the sequence between; None: on GPUs."""
+    """`hf_dist.sequence_regions`: whether ranks that split layers divide the sequence between layers; None: true on GPUs."""
     memory_budget: MemoryBudget | None = None
-    """`hf_dist.memory_budget`: "auto", "20GB" or bytes per device; at stage 3 unused memory of it saves all-gathers."""
+    """`hf_dist.memory_budget`: "auto", "20GB" or bytes per device; at stage 3, what is left of it saves all-gathers."""
     lazy_load: Flag = True
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
     reduce_once_per_window: Flag = False
-    """`hf_dist.reduce_once_per_window`: whether gradients stay whole until they are reduced in the last microbatch (2, 3)."""
+    """`hf_dist.reduce_once_per_window`: at stages 2 and 3, whether gradients are reduced in the last microbatch only."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; excludes clipping."""
     stochastic_rounding: Flag = False
@@ -361,7 +361,7 @@ class HfDistSection(Frozen):
     log_measurements: Flag = True
     """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
     stop_if_not_finite: Flag = False
-    """`hf_dist.stop_if_not_finite`: whether the Trainer ends, instead of a line in the log, once weights are inf or nan."""
+    """`hf_dist.stop_if_not_finite`: whether the Trainer ends once weights are inf or nan; otherwise the log says so."""
     roles: Roles = {}
     """`hf_dist.roles`: name -> ranks, model and config of a role; the one without a model runs the script. {}: one role."""
     profile: ProfileConfig = ProfileConfig()

@@ -40,12 +40,10 @@ _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, never)
 
 # Alternatives that save as much with the same numbers.
-_WEIGHTS_TRAVEL = (
-    "weights are sent unquantized; hf_dist.memory_budget and mics_shard_size save gathers or shorten their way"
-)
+_WEIGHTS_TRAVEL = "weights are sent unquantized; to send less, use hf_dist.memory_budget or mics_shard_size"
 _GRADIENTS_TRAVEL = (
-    "gradients are sent unquantized; communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size "
-    "send less"
+    "gradients are sent unquantized; to send less, use communication_data_type, hf_dist.reduce_once_per_window "
+    "or mics_shard_size"
 )
 
 _TOP = {
@@ -71,7 +69,7 @@ _TOP = {
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
     **rows("", "msamp", refused("is not supported", 'Remove the section; use "bf16": {"enabled": true} instead.')),
     **rows("", "weight_quantization", refused("is not supported", "Remove the section.", is_empty)),
-    **rows("", "inference", idle("read by inference only")),
+    **rows("", "inference", idle("used for inference only")),
 }
 
 _OPTIMIZER = {
@@ -203,7 +201,9 @@ _PARALLEL = {
     **rows("tensor_parallel", "dtype", idle("follows fp16 and bf16")),
     **rows("tensor_parallel", "keep_module_on_host", idle("from_pretrained reads each rank's part only", is_off)),
     **rows("tensor_parallel", "preset_model", idle("the plan is the model's own, and verified")),
-    **rows("tensor_parallel", "tensor_parallel.mpu tensor_parallel.tp_group", refused("is not JSON", _REMOVE)),
+    **rows(
+        "tensor_parallel", "tensor_parallel.mpu tensor_parallel.tp_group", refused("is a Python object, which a JSON file cannot hold", _REMOVE)
+    ),
     **rows("tensor_parallel", "injection_policy_tuple", refused("is not supported", _REMOVE)),
     **rows("tensor_parallel", "replace_with_kernel_inject", refused("is for inference only", _REMOVE)),
     **rows("tensor_parallel", "kernel_inject", moved("tensor_parallel.replace_with_kernel_inject")),
@@ -230,10 +230,16 @@ _SERVICES = {
     **rows("aio", "single_submit overlap_events", _OFFLOAD_DETAIL),
     **rows("aio", "use_gds", _OFFLOAD_DETAIL),
     **rows("aio", "thread_count", moved("aio.intra_op_parallelism")),
-    **rows("activation_checkpointing", "partition_activations", idle("see hf_dist.sequence_regions", is_off)),
-    **rows("activation_checkpointing", "number_checkpoints", idle("it sizes a buffer; see every_n_layers", is_off)),
-    **rows("activation_checkpointing", "contiguous_memory_optimization", idle("buffers are used again anyway", is_off)),
-    **rows("activation_checkpointing", "synchronize_checkpoint_boundary profile", idle("to debug DeepSpeed", is_off)),
+    **rows(
+        "activation_checkpointing",
+        "partition_activations",
+        idle("hf_dist.sequence_regions divides activations", is_off),
+    ),
+    **rows("activation_checkpointing", "number_checkpoints", idle("a buffer's size; see every_n_layers", is_off)),
+    **rows("activation_checkpointing", "contiguous_memory_optimization", idle("buffers are reused anyway", is_off)),
+    **rows(
+        "activation_checkpointing", "synchronize_checkpoint_boundary profile", idle("for debugging DeepSpeed", is_off)
+    ),
     **rows("checkpoint", "tag_validation", idle("one checkpoint folder for all ranks", is_off)),
     **rows("checkpoint", "use_node_local_storage", idle("all ranks write to one folder, which must be shared", is_off)),
     **rows("checkpoint", "load_universal", _RESHARD),
@@ -242,7 +248,7 @@ _SERVICES = {
     **rows("checkpoint.writer", "show_statistics data_parallel", _PERFORMANCE),
     **rows("comet", "enabled samples_log_interval project workspace api_key", _COMET),
     **rows("comet", "experiment_name experiment_key online mode", _COMET),
-    **rows("flops_profiler", "recompute_fwd_factor", idle("what is computed again in backward is not counted", is_off)),
+    **rows("flops_profiler", "recompute_fwd_factor", idle("recomputed operations are not counted", is_off)),
     **rows("comms_logger", "prof_all prof_ops verbose debug", idle("every collective is counted, once at the end")),
     **rows("compile", "disable", moved("compile.enabled")),
     **rows(

@@ -120,6 +120,6 @@ class LayerDropConfig(Frozen):
     enabled: Flag = False
     """`progressive_layer_drop.enabled`: whether blocks are skipped in training."""
     theta: Share = 1.0
-    """`progressive_layer_drop.theta`: share of the steps in which the last block finally runs."""
+    """`progressive_layer_drop.theta`: share of the steps in which the last block runs, once that share has fallen."""
     gamma: Real = 0.001
     """`progressive_layer_drop.gamma`: how fast that share falls from 1, per optimizer step."""

@@ -253,7 +253,7 @@ def test_old_and_short_spellings_reach_the_field(source: dict[str, Any], path: s
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "torch.float16"}},
-            'torch_autocast.dtype: "torch.float16" is not available: autocast needs no loss scale in bfloat16 only. '
+            'torch_autocast.dtype: "torch.float16" is not available: only in bfloat16 does autocast need no loss scale. '
             'Set it to "bfloat16".',
         ),
         (

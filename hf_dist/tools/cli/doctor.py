@@ -35,7 +35,7 @@ _MIB = 1 << 20
 Ranks = Annotated[
     int,
     typer.Option(
-        help="Processes of the group test, on this machine over gloo; under a launcher: all of the job.", min=1
+        help="Processes of the group test on this machine, over gloo; under a launcher: those of the job.", min=1
     ),
 ]
 

@@ -78,7 +78,7 @@ class Asked:
 def plan(**options: Any) -> None:
     """Print how much memory a config needs per rank, whether it fits, and which single setting helps most.
 
-    With --gpus: print the fastest layouts on that many GPUs, over all axes and stages that fit, and why the others lose.
+    With --gpus: print the fastest layouts on that many GPUs, over all axes and stages that fit, and why the others are slower.
     The plan is for GPUs, where reductions overlap backward at every stage unless the file disables it.
     An "auto" in the file means the Trainer's default (one microbatch per step, fp32, no checkpointing). So write your
     script's arguments into the file, for example "activation_checkpointing": {"every_n_layers": 1} for gradient_checkpointing.

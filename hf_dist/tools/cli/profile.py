@@ -21,7 +21,7 @@ Files = Annotated[list[Path], typer.Argument(help="Traces: rank0_steps10-12.json
 def profile(files: Files) -> None:
     """Add up the seconds of the host by phase in traces of training steps, and say how to look at the traces.
 
-    A phase counts with all that happens inside of it. Raises `HfDistError` for a file that is no such trace.
+    The seconds of a phase include all that happens in it. A file that is no such trace is an error.
     """
     from rich.console import Console
     from rich.table import Table
