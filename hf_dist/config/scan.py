@@ -1,7 +1,7 @@
 """A JSON reader that records the line of every key, and skips comments and trailing commas, as DeepSpeed does.
 
 Repeated keys, missing commas, single quotes and Python's words are recorded and read as meant, so that the same run checks
-the rest of the file. Anything else that is a Python object, which a JSON file cannot hold ends the scan with the line and column.
+the rest of the file. Anything else that is not JSON ends the scan with the line and column.
 """
 
 from __future__ import annotations

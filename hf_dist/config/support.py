@@ -202,7 +202,9 @@ _PARALLEL = {
     **rows("tensor_parallel", "keep_module_on_host", idle("from_pretrained reads each rank's part only", is_off)),
     **rows("tensor_parallel", "preset_model", idle("the plan is the model's own, and verified")),
     **rows(
-        "tensor_parallel", "tensor_parallel.mpu tensor_parallel.tp_group", refused("is a Python object, which a JSON file cannot hold", _REMOVE)
+        "tensor_parallel",
+        "tensor_parallel.mpu tensor_parallel.tp_group",
+        refused("is a Python object, which a JSON file cannot hold", _REMOVE),
     ),
     **rows("tensor_parallel", "injection_policy_tuple", refused("is not supported", _REMOVE)),
     **rows("tensor_parallel", "replace_with_kernel_inject", refused("is for inference only", _REMOVE)),

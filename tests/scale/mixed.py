@@ -25,7 +25,7 @@ from tests.harness import ROOT, run_ranks
 from tests.scale.engines import LLAMA_3, chunked_loss, config_of
 from tests.scale.world import FakeRank, fake_world, forget_launcher
 
-RESULTS = Path(ROOT, "hf_dist", "estimate", "RESULTS.md")
+RESULTS = Path(ROOT, "hf_dist", "planning", "RESULTS.md")
 BEGIN, END = "<!-- begin: python -m tests.scale.mixed --write -->", "<!-- end -->"
 STEPS = 2
 """The first makes the optimizer's states and agrees on orders, the second is measured."""
