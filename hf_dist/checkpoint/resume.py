@@ -73,6 +73,8 @@ def load_whole_checkpoint(engine: Stateful, directory: Path, *, weights_only: bo
         problem = str(error) if isinstance(error, CheckpointError) else f"{directory}: {type(error).__name__}: {error}"
     agree(engine.mesh.world, problem, CheckpointError)
     engine.sharded.weights_changed()
+    for each in engine.beside:
+        each.load(directory, weights_only=weights_only)
 
 
 def check_readable(directory: Path) -> None:

@@ -134,6 +134,8 @@ class CheckpointWriter:
                         f"{working} was created by rank 0 but does not exist here: the folder is not shared between machines"
                     )
                 request.on_every_rank(working)
+                for each in engine.beside:
+                    each.save(working)
         snapshot = self._snapshot(engine, request)
         self.stall_seconds = time.perf_counter() - started
         if not self.in_background:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -29,6 +29,7 @@ from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import CheckpointError
 from hf_dist.memory.offload.resting import Tier, opened
 from hf_dist.optim.attach import FragmentedOptimizer
+from hf_dist.optim.beside import Beside
 from hf_dist.optim.compound import is_part, put
 from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.optimizers import Optimizers
@@ -71,6 +72,10 @@ class Stateful(Protocol):
     @property
     def mesh(self) -> ParallelMesh:
         """Axes and ranks."""
+
+    @property
+    def beside(self) -> Sequence[Beside]:
+        """What is trained on other ranks by the same backwards."""
 
     @property
     def verifies_checkpoints(self) -> bool:

@@ -26,7 +26,9 @@ class RoleConfig(BaseModel):
     model: str = ""
     """A folder or hub ID with the model that the role serves."""
     config: str | dict[str, Any] | None = None
-    """The layout of the role: a file or an object of this schema. None: ZeRO-3."""
+    """The layout of the role: a file or an object of this schema. None: ZeRO-3. With an `optimizer`, if the role trains."""
+    clip: Literal["joint", "own"] = "joint"
+    """Of a role that trains: whether its gradient is clipped by one norm over all roles, or by its own, as `config` says."""
 
 
 _ROLE: accepts.JsonSchema = {
@@ -35,6 +37,7 @@ _ROLE: accepts.JsonSchema = {
         "ranks": {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "rest"}]},
         "model": {"type": "string"},
         "config": {"type": ["string", "object", "null"]},
+        "clip": {"enum": ["joint", "own"]},
     },
     "required": ["ranks"],
     "additionalProperties": False,
@@ -80,7 +83,12 @@ def _role(name: str, section: object) -> RoleConfig:
         raise BadValue(
             f"has a {name} whose model is no path, or whose config is neither a path nor an object", _EXAMPLE
         )
-    return RoleConfig(ranks=ranks, model=model, config=dict(config) if isinstance(config, Mapping) else config)
+    clip = section.get("clip", "joint")
+    if clip not in ("joint", "own"):
+        raise BadValue(f'has {name}.clip: {clip!r}, which is neither "joint" nor "own"', _EXAMPLE)
+    return RoleConfig(
+        ranks=ranks, model=model, clip=clip, config=dict(config) if isinstance(config, Mapping) else config
+    )
 
 
 def asking_role(roles: Mapping[str, RoleConfig]) -> str:

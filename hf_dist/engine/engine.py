@@ -24,6 +24,7 @@ from hf_dist.engine.window import Window
 from hf_dist.memory.loss import TiledLoss
 from hf_dist.memory.offload.host import sent
 from hf_dist.memory.offload.resting import Tier
+from hf_dist.optim.beside import Beside
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.not_finite import NotFinite
 from hf_dist.optim.optimizers import Optimizers
@@ -127,6 +128,11 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
     def fragments(self) -> Optimizers | None:
         """Steps this rank's fragments of the parameters; None without an optimizer."""
         return self.stepping.optimizers if self.stepping.optimizers.members else None
+
+    @property
+    def beside(self) -> list[Beside]:
+        """Weights of other roles that this engine's backwards train."""
+        return self.window.beside
 
     @property
     def outer(self) -> OuterOptimizer | None:

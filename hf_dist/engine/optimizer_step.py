@@ -120,6 +120,10 @@ class OptimizerStep:
         begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
         self.count += begins
         overflow, skip = self._is_skipped(summary.norm, begins)
+        if begins and self.window.beside:
+            skipped = overflow or (skip is not None and bool(skip))
+            for each in self.window.beside:
+                each.step(self.window.factor_beside, self._relative_rate(), skipped=skipped)
         # Also in a skipped step: the forwards of its microbatches have changed the statistics, on each rank differently.
         self.sharded.synchronize_buffers()
         if not overflow:
@@ -141,6 +145,12 @@ class OptimizerStep:
         if moved or not overflow:  # else all ranks keep what they have gathered: a skipped step costs no all-gather
             self.sharded.weights_changed()
         self.window.stepped(by_hand)
+
+    def _relative_rate(self) -> float:
+        """Where the schedule is: the first group's learning rate, relative to the one it began with."""
+        group = self.optimizers.members[0].optimizer.param_groups[0]
+        rate, first = float(group["lr"]), float(group.get("initial_lr", group["lr"]))
+        return rate / first if first else 1.0
 
     def synchronize_replicas(self) -> None:
         """Synchronise replicas that train alone, unless they just were. Every rank calls it, between two windows."""

@@ -27,6 +27,7 @@ from torch import nn
 from hf_dist.dist.excepthook import lost_peer, timed_out
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
+from hf_dist.optim.beside import Beside
 from hf_dist.optim.clip import (
     EarlyNorms,
     GradientSummary,
@@ -44,7 +45,7 @@ from hf_dist.sharding.guard import replace_method
 from hf_dist.sharding.prepared import forget_gradients
 from hf_dist.sharding.runtime import ShardedModel
 
-__all__ = ["Loop", "Window", "backward_of"]
+__all__ = ["Loop", "Window", "backward_of", "loss_scale_under_way"]
 
 
 class Loop:
@@ -72,6 +73,11 @@ class _Backward:
 
 _under_way: _Backward | None = None
 """One per process, not per thread: on a GPU, autograd runs hooks on its own threads."""
+
+
+def loss_scale_under_way() -> float:
+    """By what the loss of the backward that runs now was multiplied; 1 outside of one."""
+    return 1.0 if _under_way is None else _under_way.loss_scale
 
 
 @contextmanager
@@ -110,6 +116,10 @@ class Window:
         """0D norm, before clipping, of the gradient that was last summed up."""
         self.spent = False
         """Whether gradients that torch would still have were stepped and freed in backward, and no `zero_grad` has followed."""
+        self.beside: list[Beside] = []
+        """Weights on other ranks that are trained by the same backwards."""
+        self.factor_beside = 1.0
+        """By which their gradient is multiplied at the step: what clipping has multiplied this one by."""
         self._stepped_by: set[int] = set()  # ids of optimizers since the last backward
         self._zeroed_by: set[int] = set()
         self._factor: torch.Tensor | None = None  # 0D, deferred
@@ -196,6 +206,9 @@ class Window:
             sharded.reduce_rest()
             stepped = self.early.norms if self.early else {}
             self._summary = summarize_gradients(sharded, 1.0 / (self._loss_scale or 1.0), stepped, norms)
+            if self.beside:
+                squares = sum(each.norm_squared() for each in self.beside)
+                self._summary.norm = (self._summary.norm.double().square() + squares).sqrt().float()
             self.norm = self._summary.norm
             self._versions = sharded.gradient_versions()
         return self._summary
@@ -213,6 +226,8 @@ class Window:
         summary = self.summary()
         if chosen is None and degree == 2:
             return summary.norm
+        for each in self.beside:
+            each.refuse(f"the norm of degree {degree:g}" if degree != 2 else "the norm of some parameters")
         if self.early is not None:
             raise ModelError(
                 f"norm_type={degree:g}: {IN_BACKWARD} frees the gradients before their norm is known, except for 2"
@@ -236,6 +251,8 @@ class Window:
                 else:
                     scale_gradients(self._sharded, by)
             self._summary = GradientSummary(summary.norm * factor, summary.used)
+            if self.beside:
+                self.factor_beside *= float(factor)
         else:
             self.unscale()
             self.apply_factor()
@@ -276,6 +293,8 @@ class Window:
     def clamp(self, max_value: float, chosen: set[int] | None = None) -> None:
         """Clamp the gradient's elements, of all parameters or these ids, to +-`max_value`. Collective like `summary`."""
         self.refuse_clipping("max_value", max_value)
+        for each in self.beside:
+            each.refuse("clipping by value")
         self.summary()
         self.unscale()
         self.apply_factor()
@@ -355,6 +374,9 @@ class Window:
         self._sharded.drop_gradients(set_to_none)
         if self.early is not None:
             self.early.end_window()
+        for each in self.beside:
+            each.drop()
+        self.factor_beside = 1.0
         self._loss_scale = self._summary = self._factor = None
         self.microbatches = 0
         self._forget_calls()

@@ -36,6 +36,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.accelerator_options import check_options
 from hf_dist.hf.clipping import ClippingMixin
+from hf_dist.hf.connected_roles import connect_prepared
 from hf_dist.hf.counting_losses import let_losses_count_once
 from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
 from hf_dist.hf.distributed_config import asked_layout, take_while_alive
@@ -276,6 +277,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         let_trl_read_heads()
         if isinstance(model, RemoteModel):
             model.bind(self.mesh)
+            connect_prepared(model, self.engines)
             return model
         self._follow(model)
         known = next((e for e in (*self.engines, *self.frozen) if e.model is model), None)

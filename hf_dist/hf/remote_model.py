@@ -1,4 +1,4 @@
-"""A frozen model of another role, called like a module: `hf_dist.remote_model("teacher")`.
+"""A model of another role, called like a module: `hf_dist.remote_model("teacher")`.
 
 The stand-in is of the model's own class, with its config, dtype and device, and holds no weights. A call sends this data
 rank's rows to the role; what is read of the answer is waited for then, so that the role computes beside this rank.
@@ -7,7 +7,7 @@ rank's rows to the role; what is read of the answer is waited for then, so that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,7 +22,9 @@ from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.dist.roles import Place
 from hf_dist.errors import ModelError
 from hf_dist.hf.model_class import architecture_of, model_config, new_model
+from hf_dist.hf.remote_training import KeptCall, TrainedRole, through_autograd
 from hf_dist.remote.asking import Asker, asker_of
+from hf_dist.remote.outputs import LEFT_OUT, unpacked
 
 __all__ = ["Answer", "RemoteModel", "stand_in"]
 
@@ -30,28 +32,35 @@ __all__ = ["Answer", "RemoteModel", "stand_in"]
 class Answer(Mapping[str, Any]):
     """A model's output that is under way. Reading any part of it waits for all. Every rank that shares rows reads it."""
 
-    def __init__(self, model: RemoteModel, future: Future[Message] | None) -> None:
+    def __init__(
+        self,
+        model: RemoteModel,
+        future: Future[Message] | None,
+        finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda fields: fields,
+    ) -> None:
+        """`finish`: what is done to the fields when they are read first."""
         self._model = model
         self._future = future
-        self._found: tuple[dict[str, Tensor | None], frozenset[str]] | None = None
+        self._finish = finish
+        self._found: dict[str, Any] | None = None
 
-    def _all(self) -> tuple[dict[str, Tensor | None], frozenset[str]]:
+    def _all(self) -> dict[str, Any]:
         if self._found is None:
-            self._found = self._model._received(self._future)
+            self._found = self._finish(self._model.received(self._future))
         return self._found
 
-    def _wait(self) -> dict[str, Tensor]:
-        return {name: value for name, value in self._all()[0].items() if value is not None}
+    def _wait(self) -> dict[str, Any]:
+        return {name: value for name, value in self._all().items() if value is not None and value != LEFT_OUT}
 
-    def __getattr__(self, name: str) -> Tensor | None:
+    def __getattr__(self, name: str) -> Any:
         """None for a field that the model has left empty, as in transformers."""
         if name.startswith("_"):
             raise AttributeError(name)
-        fields, left_out = self._all()
-        if name in left_out:
-            raise ModelError(f"role {self._model._asker.role}: {name} is no tensor, and only tensors are sent")
+        fields = self._all()
         if name not in fields:
             raise AttributeError(f"the output of {type(self._model).__name__} has no {name}")
+        if isinstance(fields[name], str):
+            raise ModelError(f"role {self._model.role}: {name} is no tensor, and only tensors are sent")
         return fields[name]
 
     def __getitem__(self, key: str | int | slice) -> Any:
@@ -63,7 +72,7 @@ class Answer(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._wait())
 
-    def to_tuple(self) -> tuple[Tensor, ...]:
+    def to_tuple(self) -> tuple[Any, ...]:
         """Its parts, in order."""
         return tuple(self._wait().values())
 
@@ -75,18 +84,69 @@ class RemoteModel(PreTrainedModel):
     _mesh: ParallelMesh | None
     _shares_rows: bool
     _device: torch.device
+    _training_end: TrainedRole | None
+    _joint_norm: bool
+    trains: bool
+    """Whether the role's weights are trained by the backwards here."""
+
+    @property
+    def role(self) -> str:
+        """The name of the role."""
+        return self._asker.role
 
     def bind(self, mesh: ParallelMesh) -> None:
         """Tell which ranks read the same rows as this one; `accelerator.prepare` calls it."""
         self.__dict__.update(_mesh=mesh, _device=mesh.device)
 
+    def will_train(self, *, joint_norm: bool) -> None:
+        """From now on, gradients flow through it. `joint_norm`: clip by one norm over all roles."""
+        self.__dict__.update(trains=True, _joint_norm=joint_norm)
+        self.train()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an optimizer step here steps the role, too."""
+        return self._training_end is not None
+
+    def connected(self) -> TrainedRole:
+        """The end towards the weights that train; one for each stand-in."""
+        if self._training_end is None:
+            self.__dict__["_training_end"] = TrainedRole(self, joint_norm=self._joint_norm)
+        assert self._training_end is not None
+        return self._training_end
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the model's own, without gradients; the role computes it."""
-        return self._ask("forward", args, kwargs)
+        """Like the model's own; the role computes it. With gradients if the role trains and torch records them."""
+        return_dict = kwargs.pop("return_dict", None)
+        # Drawn here, so that activation checkpointing, which restores this generator, gets the same dropout again.
+        how = {"seed": int(torch.randint(1 << 62, ()))} if self.training else {}
+        if self.trains and torch.is_grad_enabled():
+            answer = self._ask_with_gradients(args, {**kwargs, **how})
+        else:
+            answer = self._ask("forward" if not self.trains else "evaluate", args, {**kwargs, **how})
+        return answer.to_tuple() if return_dict is False else answer
+
+    def _ask_with_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        if self._training_end is None:
+            raise ModelError(
+                f"role {self.role} trains, and no optimizer step here would step it: make it a part of the model that is "
+                "trained (model.tower = hf_dist.remote_model(...)), or call accelerator.prepare(model, tower) on both"
+            )
+        tensors, plain = self._sorted(args, kwargs)
+        future, number = self._sent("train", tensors, plain)
+        kept, role = KeptCall(self._asker, number), self._training_end
+        return Answer(self, future, lambda fields: through_autograd(role, kept, fields, tensors))
 
     def _ask(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        tensors, plain = self._sorted(args, kwargs)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+            raise ModelError(f"role {self.role} is frozen: no gradient comes back to its inputs. Detach them")
+        return Answer(self, self._sent(call, tensors, plain)[0])
+
+    def _sorted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Arguments by their names: tensors, and plain values."""
         if len(args) > 1:
-            raise ModelError(f"role {self._asker.role}: give all arguments but the first by their names")
+            raise ModelError(f"role {self.role}: give all arguments but the first by their names")
         given = dict(zip((self.main_input_name,), args, strict=False)) | kwargs
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         plain = {n: v for n, v in given.items() if n not in tensors and v is not None and n != "return_dict"}
@@ -94,28 +154,33 @@ class RemoteModel(PreTrainedModel):
             f"{name} ({type(v).__name__})" for name, v in plain.items() if not isinstance(v, bool | int | float | str)
         ]
         if strange:
-            raise ModelError(
-                f"role {self._asker.role}: {', '.join(strange)} cannot be sent. Send tensors and plain values"
-            )
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-            raise ModelError(f"role {self._asker.role} is frozen: no gradient comes back to its inputs. Detach them")
+            raise ModelError(f"role {self.role}: {', '.join(strange)} cannot be sent. Send tensors and plain values")
+        return tensors, plain
+
+    def _sent(
+        self, call: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> tuple[Future[Message] | None, int]:
+        """The answer to come, on the rank that asks for those that share its rows, and the number of the call."""
         if self._mesh is None and self._shares_rows:
             raise ModelError(
-                f"role {self._asker.role}: ranks share rows, so the model must know their groups before its first call. Call "
+                f"role {self.role}: ranks share rows, so the model must know their groups before its first call. Call "
                 "accelerator.prepare_model(model, evaluation_mode=True), as TRL does"
             )
         leads = self._mesh is None or self._mesh.views["batch"].rank == 0
-        return Answer(self, self._asker.ask(call, tensors, **plain) if leads else None)
+        return self._asker.ask(call, tensors, **options) if leads else (None, 0)
 
-    def _received(self, future: Future[Message] | None) -> tuple[dict[str, Tensor | None], frozenset[str]]:
+    def send(self, call: str, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> Future[Message] | None:
+        """Ask the role; every rank calls it, and `received` with the result where the answer is needed."""
+        return self._sent(call, tensors, options)[0]
+
+    def received(self, future: Future[Message] | None) -> dict[str, Any]:
+        """The fields of an answer, on this rank's device. Collective over the ranks that share rows."""
         message = None if future is None else future.result()
         if self._mesh is not None and self._mesh.views["batch"].size > 1:
             message = collectives.broadcast_object(self._mesh.views["batch"], message)
         assert message is not None
         header, tensors = message
-        found: dict[str, Tensor | None] = dict.fromkeys(header["fields"])
-        found |= {name: t.to(self._device) for name, t in zip(header["names"], tensors, strict=True)}
-        return found, frozenset(header["left_out"])
+        return unpacked(header, [tensor.to(self._device) for tensor in tensors])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,7 +200,7 @@ class RemoteModel(PreTrainedModel):
 
     def generate(self, *args: object, **kwargs: object) -> Any:
         """Refused: a role answers forwards."""
-        raise ModelError(f"role {self._asker.role}: generate() is not among what a role answers")
+        raise ModelError(f"role {self.role}: generate() is not among what a role answers")
 
 
 class _Backbone(nn.Module):
@@ -157,13 +222,13 @@ class _Head(nn.Module):
     """In the place of the output embeddings: the weight [vocabulary, hidden] comes from the role when it is read."""
 
     _whole: RemoteModel
-    _found: dict[str, Tensor] | None
+    _found: dict[str, Any] | None
 
     def __init__(self, whole: RemoteModel) -> None:
         super().__init__()
         self.__dict__.update(_whole=whole, _found=None)  # the model's parent is no child
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _weights(self) -> dict[str, Any]:
         found = self._found
         if found is None:
             found = self._whole._ask("head", (), {})._wait()
@@ -186,7 +251,7 @@ class _Head(nn.Module):
 
 
 def stand_in(place: Place, role: str, model: str, axes: Axes, dtype: torch.dtype = torch.float32) -> Any:
-    """The stand-in of the model in folder `model`, which `role` serves in `dtype`. `axes`: of the asking role."""
+    """The frozen stand-in of the model in folder `model`, which `role` serves in `dtype`. `axes`: of the asking role."""
     config = model_config(model)
     name = architecture_of(config) or "AutoModelForCausalLM"
     with torch.device("meta"):
@@ -209,6 +274,9 @@ def stand_in(place: Place, role: str, model: str, axes: Axes, dtype: torch.dtype
         _mesh=None,
         _device=torch.device("cpu"),
         _remote_dtype=dtype,
+        _training_end=None,
+        _joint_norm=True,
+        trains=False,
     )
     if with_generation:
         with contextlib.suppress(OSError):  # without such a file HF has made one from the config

@@ -46,12 +46,14 @@ def enter(config: DistConfig) -> None:
     sys.exit(0)
 
 
-def remote_model(role: str) -> Any:
-    """The frozen model of another role, as a module of its own class without weights. Every rank of the trainer calls it.
+def remote_model(role: str, *, trains: bool = False) -> Any:
+    """The model of another role, as a module of its own class without weights. Every rank of the trainer calls it.
 
     Usable as `teacher_model=`, `ref_model=`, `reward_model=` of TRL's trainers, or in a loop of one's own (prepared
     where ranks share rows). A call sends this data rank's rows; the answer is waited for when a part of it is read.
-    Raises `ConfigError` if the config names no such role.
+    `trains`: gradients flow through it, and its weights are stepped at their place, by the optimizer in the role's config,
+    whenever the optimizer here steps. It is a part of the model that is trained here, or prepared beside it.
+    Raises `ConfigError` if the config names no such role, or one without an optimizer is to train.
     """
     where = place()
     if where is None or _asking is None:
@@ -70,9 +72,17 @@ def remote_model(role: str) -> Any:
         )
     from hf_dist.hf.remote_model import stand_in
 
-    return stand_in(
-        where, role, roles[role].model, axes_of(_asking, where.role.size), _dtype_of(layout_of(roles[role]))
-    )
+    layout = layout_of(roles[role])
+    made = stand_in(where, role, roles[role].model, axes_of(_asking, where.role.size), _dtype_of(layout))
+    if trains:
+        if layout.optimizer is None:
+            path, fix = (
+                f"hf_dist.roles.{role}.config",
+                'Add "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}} to it.',
+            )
+            raise ConfigError(Problem(path, "", "has no optimizer, and the role is to train", fix))
+        made.will_train(joint_norm=roles[role].clip == "joint")
+    return made
 
 
 def layout_of(role: RoleConfig) -> DistConfig:

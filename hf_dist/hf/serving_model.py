@@ -1,4 +1,4 @@
-"""A role with a frozen model: it loads the model in its own layout and answers outputs, log-probabilities and the head."""
+"""A role with a model: it loads the model in its own layout and answers outputs, log-probabilities and the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hf_dist.config import BatchSizes, DistConfig, resolve_without_trainer
 from hf_dist.dist import collectives
 from hf_dist.dist.link import Message
-from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.dist.roles import Place
 from hf_dist.engine.build import build_engine, mesh_for
 from hf_dist.engine.engine import Engine
@@ -19,7 +18,9 @@ from hf_dist.engine.pipeline_runner import Example
 from hf_dist.errors import ModelError
 from hf_dist.hf.loading import from_pretrained
 from hf_dist.hf.model_class import architecture_of, model_class, model_config
-from hf_dist.remote.serving import Call, Calls, serve
+from hf_dist.hf.serving_training import Training, arguments_of, fields_of, in_mode
+from hf_dist.remote.outputs import packed
+from hf_dist.remote.serving import Call, Calls, Server, serve
 from hf_dist.sharding.full_params import gathered
 
 __all__ = ["serve_model"]
@@ -35,32 +36,45 @@ def serve_model(place: Place, folder: str, config: DistConfig) -> int:
     model.config.use_cache = False  # no answer has one
     mesh = mesh_for(config, model=model)
     config = resolve_without_trainer(config, data_ranks=mesh.data.size, on_gpu=mesh.device.type == "cuda")
-    return serve(place, mesh, _Served(model, config, mesh).calls)
+    server = Server(place, mesh)
+    return serve(server, _Served(model, config, server).calls)
 
 
 class _Served:
-    def __init__(self, model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, model: nn.Module, config: DistConfig, server: Server) -> None:
         self._model: Any = model
-        self._config, self._mesh = config, mesh
+        self._config, self._mesh = config, server.mesh
         self._built: Engine | None = None
+        self._training = Training(self._trained_engine, self._mesh, server.students)
 
     @property
     def calls(self) -> Calls:
         """What the role answers. Every rank of the role makes each call."""
-        return {"forward": self.forward, "hidden": self.hidden, "log_probs": self.log_probs, "head": self.head}
+        frozen = {"forward": self.forward, "hidden": self.hidden, "log_probs": self.log_probs, "head": self.head}
+        return {**frozen, **self._training.calls}
 
-    def _engine(self, inputs: Mapping[str, Tensor]) -> Engine:
+    def _engine(self, inputs: Mapping[str, Any], *, trainable: bool = False) -> Engine:
         """The model's engine; the first call makes it, because its inputs are the example for pipeline stages."""
         if self._built is None:
             batch = BatchSizes(None, None, 1, self._mesh.data.size)
-            example = Example(lambda: dict(inputs))
-            self._built = build_engine(self._model, self._config, self._mesh, batch, trainable=False, example=example)
-            self._model.eval()
+            example = Example(lambda: dict(inputs)) if inputs else None
+            self._built = build_engine(
+                self._model, self._config, self._mesh, batch, trainable=trainable, example=example
+            )
         return self._built
+
+    def _trained_engine(self, inputs: Mapping[str, Any]) -> Engine:
+        engine = self._engine(inputs, trainable=True)
+        if engine.optimizer is None:
+            raise ModelError(
+                "one stand-in for this role trains, and another, whose call came first, does not: make one"
+            )
+        return engine
 
     def forward(self, call: Call) -> Message:
         """Every tensor of the model's output."""
-        return _message(self._evaluated(call.tensors, lambda model, inputs: _parts(model(**inputs, **call.options))))
+        arguments, _ = arguments_of(call)
+        return packed(self._evaluated(call, lambda model, inputs: fields_of(model(**inputs, **arguments))))
 
     def log_probs(self, call: Call) -> Message:
         """Of the tokens `labels` [rows, tokens], from the second on, in fp32: 4 bytes a token."""
@@ -75,16 +89,19 @@ class _Served:
             ]
             return {"log_probs": torch.stack(rows)}
 
-        return _message(self._evaluated(call.tensors, function))
+        return packed(self._evaluated(call, function))
 
-    def _evaluated(self, inputs: Mapping[str, Tensor], function: Callable[[Any, Any], dict[str, Tensor]]) -> Any:
-        return self._engine(inputs).evaluate(inputs, function)
+    def _evaluated(self, call: Call, function: Callable[[Any, Any], dict[str, Any]]) -> Any:
+        arguments, seed = arguments_of(call)
+        engine = self._engine({**call.tensors, **arguments})
+        with in_mode(engine, seed):
+            return engine.evaluate(call.tensors, function)
 
     def hidden(self, call: Call) -> Message:
         """The base model's output."""
-        self._engine(call.tensors)
+        self._engine({**call.tensors, **call.options}).eval()
         with torch.no_grad():
-            return _message(_parts(self._model.base_model(**call.tensors, **call.options)))
+            return packed(fields_of(self._model.base_model(**call.tensors, **call.options)))
 
     @torch.no_grad()
     def head(self, call: Call) -> Message:
@@ -97,18 +114,4 @@ class _Served:
         line = self._mesh.views["batch"]
         source = collectives.all_gather_object(line, bool(found)).index(True)  # one stage has it
         found = collectives.broadcast_object(line, found, source)
-        return _message(found)
-
-
-def _parts(output: Any) -> dict[str, Any]:
-    """The tensors of a model's output. Read on every rank: what is not whole is gathered then."""
-    fields = {name: getattr(output, name) for name in getattr(output, "__dataclass_fields__", ())} or dict(output)
-    sent = {n: v.to("cpu", copy=True) if isinstance(v, Tensor) else v is not None for n, v in fields.items()}
-    return sent  # True: there is one, and it is no tensor
-
-
-def _message(found: Mapping[str, Any]) -> Message:
-    """Tensors, the names of all fields, and of those that are there and cannot be sent."""
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    left_out = [name for name, value in found.items() if value is True]
-    return {"names": list(tensors), "fields": list(found), "left_out": left_out}, list(tensors.values())
+        return packed(found)

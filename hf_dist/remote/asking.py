@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from hf_dist.dist.link import Link, Message
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
 from hf_dist.dist.roles import Place
 from hf_dist.errors import RemoteError
-from hf_dist.remote.routes import END, server_of
+from hf_dist.remote.routes import END, failure_of, server_of
 
 __all__ = ["Asker", "asker_of"]
 
@@ -53,8 +55,8 @@ class Asker:
         self._closed = False
         atexit.register(self.close)
 
-    def ask(self, call: str, tensors: Mapping[str, Tensor], **options: object) -> Future[Message]:
-        """Send a call; the answer comes later. `options`: plain values, for the header."""
+    def ask(self, call: str, tensors: Mapping[str, Tensor], **options: object) -> tuple[Future[Message], int]:
+        """Send a call: the answer, which comes later, and the number of the call. `options`: plain values, for the header."""
         if self._closed:
             raise RemoteError(f"role {self.role} was told that the job is over: it answers no more calls")
         with self._lock:
@@ -64,7 +66,7 @@ class Asker:
         header = {"call": call, "number": number, "names": list(tensors), "dropped": dropped, "options": options}
         future: Future[Message] = Future()
         self._waiting.put((future, header, [t.detach() for t in tensors.values()]))
-        return future
+        return future, number
 
     def _run(self) -> None:
         """Of the thread: one call after another; after an error of the link, every call has that error."""
@@ -93,16 +95,23 @@ class Asker:
 
     def _exchange(self, header: Mapping[str, object], tensors: Sequence[Tensor]) -> Message:
         link = self._connected()
-        link.send(header, tensors)
-        if header["call"] == END:
-            return {}, []
-        answer, found = link.receive()
+        try:
+            link.send(header, tensors)
+            if header["call"] == END:
+                return {}, []
+            answer, found = link.receive()
+        except RemoteError as lost:
+            store, key = self._place.store, failure_of(self.role)
+            if header["call"] == END or not store.check([key]):
+                raise
+            raise self._failure(json.loads(store.get(key))) from lost
         if "error" in answer:
-            raise RemoteError(
-                f"role {self.role}, rank {answer['rank']}: {answer['error']}\n"
-                + "\n".join(f"  [{self.role} {answer['rank']}] {line}" for line in answer["stack"])
-            )
+            raise self._failure(answer)
         return answer, found
+
+    def _failure(self, problem: Mapping[str, Any]) -> RemoteError:
+        stack = (f"  [{self.role} {problem['rank']}] {line}" for line in problem["stack"])
+        return RemoteError(f"role {self.role}, rank {problem['rank']}: {problem['error']}\n" + "\n".join(stack))
 
     def drop(self, number: int) -> None:
         """Tell the role, with the next call, that it need not keep what call `number` has left there. Any thread."""
@@ -123,7 +132,7 @@ class Asker:
         """Tell the role that no call will follow. Idempotent; runs at the end of the process, too."""
         if self._closed:
             return
-        last = self.ask(END, {})
+        last, _ = self.ask(END, {})
         self._closed = True
         self._waiting.put(None)
         with contextlib.suppress(Exception):  # it has ended already

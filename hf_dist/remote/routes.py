@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["END", "rounds", "server_of", "students_of"]
+__all__ = ["END", "failure_of", "rounds", "server_of", "students_of"]
 
 END = "end"
 """The call after which none follows."""
+
+
+def failure_of(role: str) -> str:
+    """The key in the store of the start under which a role writes its first error."""
+    return f"roles/{role}/failed"
 
 
 def server_of(student: int, students: int, servers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from hf_dist.dist import collectives
+from hf_dist.dist.excepthook import lost_peer
 from hf_dist.dist.link import Link, Message
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.dist.roles import Place
 from hf_dist.errors import RemoteError
-from hf_dist.remote.routes import END, rounds, students_of
+from hf_dist.remote.routes import END, failure_of, rounds, students_of
 
-__all__ = ["PATIENCE", "Call", "Calls", "serve"]
+__all__ = ["PATIENCE", "Call", "Calls", "Server", "serve"]
 
 PATIENCE = timedelta(days=7)
 """How long a role waits for the next call: users tokenise, evaluate and generate between two."""
@@ -43,14 +45,19 @@ Calls = Mapping[str, Callable[[Call], Message]]
 """Name of a call -> what answers it: a header and tensors."""
 
 
-class _Server:
-    def __init__(self, place: Place, mesh: ParallelMesh, calls: Calls) -> None:
-        self._mesh, self._calls = mesh, calls
+class Server:
+    """This rank's end towards the asking role. Every rank of the serving role has one."""
+
+    def __init__(self, place: Place, mesh: ParallelMesh) -> None:
+        """Meet the asking role; waits for it. `mesh`: of the serving role."""
+        self.mesh = self._mesh = mesh
+        self._store, self._role = place.store, place.role.name
         role, servers = place.role.name, mesh.data.size
         if place.rank == 0:
             place.store.set(f"roles/{role}/servers", str(servers))
         place.store.wait([f"roles/{role}/students"], PATIENCE)
-        students = int(place.store.get(f"roles/{role}/students"))
+        self.students = students = int(place.store.get(f"roles/{role}/students"))
+        """Data ranks of the asking role."""
         self._mine = students_of(mesh.data.rank, students, servers)
         self._rounds = rounds(students, servers)
         self._leads = mesh.views["batch"].rank == 0
@@ -61,7 +68,7 @@ class _Server:
                 for s in self._mine
             }
 
-    def serve_one(self) -> bool:
+    def serve_one(self, calls: Calls) -> bool:
         """Take one call of every student and answer all. Whether there may be more. Every rank of the role calls it."""
         for turn in range(self._rounds):
             student = self._mine[turn] if turn < len(self._mine) else None
@@ -75,7 +82,7 @@ class _Server:
                     f"the data ranks of the asking role make different calls: {[k['call'] for k in asked]}"
                 )
             call = self._call(student, header, tensors, asked[0])
-            self._answer(call, kinds)
+            self._answer(calls, call)
         return True
 
     def _taken(self, student: int | None) -> tuple[dict[str, Any] | None, list[Tensor]]:
@@ -95,18 +102,27 @@ class _Server:
         stand_in.counts = False
         return stand_in
 
-    def _answer(self, call: Call, kinds: Sequence[object]) -> None:
-        """Compute, agree on whether all could, and send."""
-        problem: Any = None
-        answer: Message = ({}, [])
+    def _answer(self, calls: Calls, call: Call) -> None:
+        """Compute and send."""
         try:
-            answer = self._calls[call.name](call)
+            answer = calls[call.name](call)
         except Exception as error:  # whatever it is, the asking role is told
-            lines = traceback.format_exc().rstrip().splitlines()
-            problem = {"error": f"{type(error).__name__}: {error}", "stack": lines, "rank": self._mesh.world.rank}
-        problems = [p for p in collectives.all_gather_object(self._mesh.world, problem) if p is not None]
+            self._tell(error, call)
+            raise
         if self._leads and call.counts:
-            self._links[call.student].send(*(({**problems[0]}, ()) if problems else answer))
+            self._links[call.student].send(*answer)
+
+    def _tell(self, error: Exception, call: Call) -> None:
+        """Tell the asking role of an error here. Its end then ends this process, and with it those that wait for this one."""
+        if lost_peer(error):
+            return  # the rank that is lost has told
+        lines = traceback.format_exc().rstrip().splitlines()
+        problem = {"error": f"{type(error).__name__}: {error}", "stack": lines, "rank": self._mesh.world.rank}
+        # Ranks of the asking role whose server waits for this one read it there.
+        self._store.compare_set(failure_of(self._role), "", json.dumps(problem))
+        if self._leads and call.counts:
+            self._links[call.student].send(problem)
+            self._links[call.student].receive()
 
 
 def _outline(header: Mapping[str, Any] | None, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
@@ -117,12 +133,12 @@ def _outline(header: Mapping[str, Any] | None, tensors: Sequence[Tensor]) -> dic
     return {"call": header["call"], "header": header, "tensors": rows}
 
 
-def serve(place: Place, mesh: ParallelMesh, calls: Calls) -> int:
+def serve(server: Server, calls: Calls) -> int:
     """Answer until the asking role has ended. Every rank of the serving role calls it. Returns how many calls were answered.
 
     Raises `RemoteError` if the asking role is gone without a word, or its data ranks make different calls.
     """
-    server, count = _Server(place, mesh, calls), 0
-    while server.serve_one():
+    count = 0
+    while server.serve_one(calls):
         count += 1
     return count
