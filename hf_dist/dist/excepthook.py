@@ -7,12 +7,10 @@ After an error, a process exits at once (`os._exit`): jobs hang when interpreter
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -26,6 +24,7 @@ from hf_dist.errors import (
     RemoteError,
     TopologyError,
 )
+from hf_dist.dist.last_words import end_log_with, is_launched, outlive_launcher, tell_launcher
 from hf_dist.dist.launch import detect_launch
 
 # Raised from facts that all ranks share, so usually every rank raises the same error.
@@ -75,9 +74,9 @@ def explain_with(explain: Callable[[], tuple[str, str]]) -> None:
 
 
 def install() -> None:
-    """Install the exception hook for a multi-process job. Idempotent; does nothing in a single process."""
+    """Install the exception hook for a job of several processes, or of one under torchrun. Idempotent; else does nothing."""
     global _installed
-    if _installed or detect_launch().world_size < 2:
+    if _installed or (detect_launch().world_size < 2 and not is_launched()):
         return
     _installed = True
     sys.excepthook = _report_and_leave
@@ -100,6 +99,7 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         place = f" at {where[0].filename}:{where[0].lineno} in {where[0].name}" if where else ""
         print_error(f"[{_named(rank)}] interrupted (KeyboardInterrupt){place}")
         _leave_word("was interrupted (KeyboardInterrupt)")
+        _leave(last=_words_on(error))
     elif isinstance(error, RemoteError) and error.ended:
         _report_loss(rank, f"lost the connection to {error.ended}, which ended first")
     elif isinstance(error, _SAME_EVERYWHERE):
@@ -108,7 +108,7 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         another_ended = _told_to_end.wait(_GRACE_SECONDS if rank else 0.3)
         message = f"hf_dist: {type(error).__name__}{f' on {_named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
         _leave_word(message)
-        if not (rank and another_ended) and not _tell_launcher(message):
+        if not (rank and another_ended) and not tell_launcher(message):
             print_error("\n" + message)
     elif lost_peer(error):
         _report_loss(rank, "lost the connection to another rank, which ended first")
@@ -125,10 +125,26 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
                 f"[{_named(rank)}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
             )
             _leave_word(text)
-        _tell_launcher(f"of {_named(rank)}:\n{text}")
+        tell_launcher(f"of {_named(rank)}:\n{text}")
         if rank == 0:  # its end is that of the store, which the others ask
             _told_to_end.wait(_STORE_SECONDS)
     _leave()
+
+
+def note_on(interrupt: KeyboardInterrupt, words: str) -> None:
+    """Add what was saved, and how to go on. Shown after the traceback (Python 3.11), and last in the log of a job."""
+    notes = [*getattr(interrupt, "__notes__", ()), f"hf_dist: {words}"]
+    setattr(interrupt, "__notes__", notes)  # noqa: B010 - `add_note` is new in 3.11
+
+
+def _words_on(interrupt: BaseException) -> str:
+    error: BaseException | None = interrupt
+    while error is not None:  # a second signal raises while the first one is handled
+        for note in getattr(error, "__notes__", ()):
+            if note.startswith("hf_dist: "):
+                return str(note)
+        error = error.__context__
+    return "hf_dist: interrupted outside of trainer.train(). What was saved before is unchanged."
 
 
 def same_error_with(ask: Callable[[str], int]) -> None:
@@ -172,7 +188,7 @@ def leave_alone(text: str) -> None:
     """Exit from a thread, because the main thread is blocked in a call that other ranks will not make. Does not return."""
     message = f"hf_dist: OneRankError on {_named(os.environ.get('RANK', '0'))}: {text}"
     _leave_word(message)
-    if not _tell_launcher(message):
+    if not tell_launcher(message):
         print_error("\n" + message)
     _leave()
 
@@ -184,14 +200,20 @@ def leave_stopped(message: str, code: int) -> None:
     """
     if message:
         print_error(message)
+        outlive_launcher(message)
     _leave_word(STOPPED)
     _leave(code, seconds=_GRACE_SECONDS)
 
 
-def _leave(code: int = 1, seconds: float = _FINISH_SECONDS) -> None:
+def _leave(code: int = 1, seconds: float = _FINISH_SECONDS, last: str = "") -> None:
+    """`last`: the last words in the log about an interrupt, which usually all ranks get, and their launcher."""
     _flush_output()
     for wait in reversed(_unfinished):  # as atexit does
         wait(seconds)
+    if last:
+        if os.environ.get("RANK", "0") == "0":
+            print_error(last)
+        end_log_with(last, heard=os.environ.get("LOCAL_RANK", "0") == "0")
     os._exit(code)
 
 
@@ -221,23 +243,6 @@ def _leave_word(message: str) -> None:
 def only_followed(last_words: str | None) -> bool:
     """Whether these last words of a rank say no more than that another one had ended or did not come."""
     return last_words is not None and last_words.startswith(_FOLLOWED)
-
-
-def _tell_launcher(message: str) -> bool:
-    """Make torchrun and `accelerate launch` end their summary, the last text in the log, with `message`; False without them.
-
-    They read one file per rank, named in this variable, in the format of torch's `ErrorHandler.record_exception`.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return False
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            json.dump({"message": {"message": message, "extraInfo": shown}}, file)
-    except OSError:
-        return False
-    return True
 
 
 def words_of(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from hf_dist.checkpoint.not_resumable import why_not
 from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
-from hf_dist.dist import collectives
+from hf_dist.dist import collectives, excepthook
 from hf_dist.dist.collective_guard import every_rank
 from hf_dist.dist.raise_on_all_ranks import agree
 from hf_dist.engine.engine import Engine
@@ -42,6 +42,8 @@ from hf_dist.log import say
 from hf_dist.sharding.ownership import shards_of
 
 _SCHEDULER = "scheduler.pt"
+_WRITTEN_SECONDS = 600.0
+"""How long an interrupt waits for a checkpoint that is being written."""
 
 
 class CheckpointingMixin(ResumingMixin, DataPositionMixin):
@@ -96,6 +98,9 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
             if self.dist_engine is not None:
                 self.checkpoint_writer.wait()
             lock.release(writer)
+        except KeyboardInterrupt as interrupt:
+            self._note_what_is_saved(interrupt, writer.parent, found)
+            raise
         finally:
             if self._stop is not None:
                 self._stop.release()
@@ -119,13 +124,28 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
             saved = f"saved as checkpoint-{step}"
         self.checkpoint_writer.wait()
-        say(
+        words = (
             f"{signal.Signals(number).name}: stopped after step {step}, {saved}; leaving with exit code {RESTART_CODE}. "
             'Started again with resume_from_checkpoint="auto" (--resume_from_checkpoint auto) the run continues.'
         )
+        say(words)
         assert self._stop is not None
-        self._stop.leave()
+        self._stop.leave(f"hf_dist: {words}")
         raise SystemExit(RESTART_CODE)
+
+    def _note_what_is_saved(self, interrupt: KeyboardInterrupt, run: Path, found: str | bool | None) -> None:
+        """Add what was saved, and how to go on, to the traceback. `found`: resumed from. Local: any rank may be interrupted."""
+        if self.dist_engine is not None:
+            self.checkpoint_writer.join(_WRITTEN_SECONDS)
+        newest, _ = folder.newest_complete(run)
+        start = newest or found
+        saved = "no checkpoint was saved" if newest is None else f"the newest checkpoint is {newest}"
+        go_on = (
+            f'with resume_from_checkpoint="{start}" the run continues from there'
+            if start
+            else "a new start begins at step 0. SIGTERM, unlike Ctrl-C, saves before the end"
+        )
+        excepthook.note_on(interrupt, f"interrupted after step {self.state.global_step}; {saved}; {go_on}.")
 
     def _claim_output(self, trial: object) -> Path:
         """Have no second job write in this run's folder while it trains. Collective. Returns the file that says so."""

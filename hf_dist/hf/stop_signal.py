@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_dist.dist import collectives, watchdog
+from hf_dist.dist.last_words import end_log_with
 from hf_dist.dist.mesh import MeshAxis
 
 RESTART_CODE = watchdog.STOPPED
@@ -89,8 +90,8 @@ class StopSignal:
         self.release()
         self._finish()
 
-    def leave(self) -> None:
-        """Ignore further signals and finish the pending check. Every rank calls it at the same place.
+    def leave(self, message: str) -> None:
+        """Ignore further signals, finish the pending check, end the log with `message`. Every rank calls it at the same place.
 
         When the first rank exits, the launcher sends SIGTERM to the ranks that are still exiting.
         """
@@ -99,6 +100,13 @@ class StopSignal:
         self._before = {}
         self._close_ear()
         self._finish()
+        place = (socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0")))
+        here = [
+            (local, heard)
+            for (host, local), heard in collectives.all_gather_object(self._axis, (place, self._told != 0))
+            if host == place[0]
+        ]
+        end_log_with(message, heard=min(here)[1])
 
     def _close_ear(self) -> None:
         if self._ear is not None:

@@ -233,6 +233,7 @@ def test_one_process_keeps_its_excepthook(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setenv(name, "")  # so that what detect_launch exports is undone
         monkeypatch.delenv(name)
     monkeypatch.setattr(excepthook, "_installed", False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     before = sys.excepthook
     DistTrainingArguments(str(tmp_path), dist_config={}, use_cpu=True)
     assert sys.excepthook is before
@@ -240,6 +241,10 @@ def test_one_process_keeps_its_excepthook(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("RANK", "0")
     excepthook.install()
     assert sys.excepthook is before
+    monkeypatch.setattr(sys, "excepthook", before)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))  # torchrun writes after its end
+    excepthook.install()
+    assert sys.excepthook is not before
 
 
 def test_several_processes_get_it_once_whatever_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

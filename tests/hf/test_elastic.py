@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,11 +102,30 @@ def test_a_rank_that_is_told_to_stop_takes_the_others_along_and_all_are_restarte
 def test_a_launcher_that_is_told_to_stop_gives_the_ranks_time_to_save(case: str, whole: Log, tmp_path: Path) -> None:
     code, output = torchrun(tmp_path, case)
     assert code != 0
-    assert "stopped after step" in output and "exit code 75" in output, output
-    assert 3 <= max(log(tmp_path)) < LAST, "in the middle"
+    done = max(log(tmp_path))
+    assert 3 <= done < LAST, "in the middle"
+    *_, before, last = output.splitlines()
+    assert before.endswith(f"got signal: {signal.SIGTERM.value}"), output
+    assert re.match(
+        rf"hf_dist: SIGTERM: stopped after step {done}, saved as checkpoint-{done}; .* exit code 75", last
+    ), output
     code, output = torchrun(tmp_path, case)
     assert code == 0, output
     assert numbers(log(tmp_path)) == numbers(whole)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_the_last_line_after_ctrl_c_tells_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    code, output = torchrun(tmp_path, "interrupted")
+    assert code != 0
+    *_, before, last = output.splitlines()
+    assert before.endswith(f"got signal: {signal.SIGINT.value}"), output
+    newest = (tmp_path / "latest").read_text().strip()
+    assert last.startswith("hf_dist: interrupted after step ") and last.endswith(
+        f'; the newest checkpoint is {tmp_path}/{newest}; with resume_from_checkpoint="{tmp_path}/{newest}" the run '
+        "continues from there."
+    ), output
+    assert output.count("Traceback (most recent call last)") == 1, "the launcher's"
 
 
 @FULL_GRID_ONLY  # a stopped job says its code above

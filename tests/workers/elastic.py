@@ -33,6 +33,8 @@ def happen(case: str, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif case == "launcher":
         os.kill(os.getppid(), signal.SIGTERM)
+    elif case == "interrupted":
+        os.kill(os.getppid(), signal.SIGINT)
     elif case == "job":  # as a scheduler does: every process of the job, and the launcher passes its own on
         loading = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
         assert loading
@@ -67,7 +69,7 @@ def main(folder: Path, case: str) -> None:
             """Before the checkpoint of step `AT` is written."""
             if state.global_step == AT:
                 happen(case, folder)
-            if case in ("launcher", "job"):
+            if case in ("launcher", "interrupted", "job"):
                 time.sleep(0.4)  # the launcher looks every tenth of a second
 
     changes: dict[str, Any] = dict(gradient_accumulation_steps=GLOBAL_BATCH // (2 * world))
