@@ -53,12 +53,12 @@ def claim(path: Path) -> None:
     """Take the file `path` for this process; nothing to do if it has it. Folders are made.
 
     Waits half a minute where only the file's time can tell whether the writer lives. Raises `CheckpointError` if it does,
-    with its machine, process and start. A folder in which nothing can be written is not claimed: the save will say so.
+    with its machine, process and start. A folder that cannot be made or written is not claimed: the save will say so.
     """
     path = Path(os.path.abspath(path))
     if holds(path):
         return
-    with contextlib.suppress(FileExistsError, PermissionError):
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex
     while not _made(path, token):

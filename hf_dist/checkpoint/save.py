@@ -6,7 +6,6 @@ begin -> small files -> [copy to the host] -> weights and training state -> seal
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
@@ -21,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from hf_dist.checkpoint import dcp, folder, lock
+from hf_dist.checkpoint import dcp, folder, lock, unwritable
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.finite import first_not_finite, trained_parameters
 from hf_dist.checkpoint.flat_slice import FlatSlice
@@ -391,12 +390,18 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     """A block of a save: if it fails on one rank, every rank raises `CheckpointError`."""
 
     def explain(error: Exception) -> str:
+        users = passes_user_code(error)
         # Not an error of the disk: a bug, or one in code of the user's that a save calls. Show where.
-        if not isinstance(error, (CheckpointError, OSError)) or passes_user_code(error):
+        if not isinstance(error, (CheckpointError, OSError)) or users:
             excepthook.print_traceback(error)
         told = str(error).strip().splitlines()[:1]  # safetensors begins with an empty line
-        text = " ".join(told) if isinstance(error, CheckpointError) else ": ".join([type(error).__name__, *told])
-        return "; ".join(filter(None, [text, _advice(error)]))
+        if isinstance(error, CheckpointError):
+            return " ".join(told)
+        text, of_disk = ": ".join([type(error).__name__, *told]), None if users else _of_disk(error)
+        if of_disk is None:
+            return text
+        why = unwritable.cause(of_disk, Path(of_disk.filename or final))
+        return f"{text}; {why}. {unwritable.remedy(of_disk).rstrip('.')}"
 
     def failed(text: str) -> CheckpointError:
         return CheckpointError(
@@ -407,12 +412,8 @@ def _all_or_none(axis: MeshAxis, final: Path) -> together:
     return together(axis, explain, failed)
 
 
-def _advice(error: BaseException) -> str:
-    """What helps, where the system has said what is wrong with the folder."""
-    number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free space or choose another output folder"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "choose an output folder in which this process may write"
-    cause = error.__cause__ or error.__context__
-    return _advice(cause) if cause is not None else ""
+def _of_disk(error: BaseException | None) -> OSError | None:
+    """What the system has said about the folder, if that is the cause."""
+    if error is None or (isinstance(error, OSError) and error.errno is not None):
+        return error
+    return _of_disk(error.__cause__ or error.__context__)

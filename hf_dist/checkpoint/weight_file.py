@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from hf_dist.checkpoint import unwritable
 from hf_dist.checkpoint.file_sums import FileSums
 from hf_dist.checkpoint.folder import start_writeback
 from hf_dist.checkpoint.safetensors_header import read_header
 from hf_dist.checkpoint.weight_plan import WeightFile, WeightPlan
 from hf_dist.errors import CheckpointError
-from hf_dist.format_bytes import size_text
 
 __all__ = ["OpenFiles", "create", "difference", "explain", "remove_stale"]
 
@@ -114,17 +112,5 @@ def _naming(path: Path) -> Iterator[None]:
 
 def explain(error: OSError, folder: Path) -> str:
     """Explain a failed write to the user."""
-    path = error.filename or folder
-    reason = f"{path} could not be written: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{reason} ({_free(folder)}). Make room, or keep fewer checkpoints (save_total_limit)."
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{reason}. Choose an output_dir that this user may write to."
-    if error.errno == errno.EFBIG:
-        return f"{reason}. The file system or `ulimit -f` allows no file of this size: choose a smaller max_shard_size."
-    return f"{reason}."
-
-
-def _free(folder: Path) -> str:
-    existing: Iterator[Path] = (p for p in (folder, *folder.parents) if p.exists())
-    return f"{size_text(shutil.disk_usage(next(existing)).free)} free"
+    path = Path(error.filename or folder)
+    return f"{path} could not be written: {unwritable.cause(error, path)}. {unwritable.remedy(error)}"

@@ -21,6 +21,7 @@ from hf_dist.checkpoint.not_resumable import why_not
 from hf_dist.checkpoint.publish import recover
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import whole_here
+from hf_dist.checkpoint.unwritable import cause, remedy, try_to_write
 from hf_dist.dist import collectives, excepthook
 from hf_dist.dist.collective_guard import every_rank
 from hf_dist.dist.raise_on_all_ranks import agree
@@ -158,6 +159,12 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
                 lock.claim(writer)
             except CheckpointError as error:
                 problem = str(error)
+            wrong = None if problem else try_to_write(writer.parent)
+            if wrong is not None:
+                problem = (
+                    f"{writer.parent}: no checkpoint can be written here: {cause(wrong, writer.parent)}. {remedy(wrong)} "
+                    'save_strategy="no" trains without checkpoints.'
+                )
         agree(self.accelerator.mesh.world, problem, CheckpointError)
         return writer
 

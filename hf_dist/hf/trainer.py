@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import Trainer, trainer_pt_utils
 
+from hf_dist.checkpoint.unwritable import make_folder
 from hf_dist.config import AutoSources, DistConfig, hidden_size_of, resolve
 from hf_dist.config.curriculum import length_at
 from hf_dist.dist.collective_guard import every_rank
@@ -103,6 +104,8 @@ class DistTrainerMixin(
             return
         config = resolve(self.dist, self._auto_sources())
         DistAccelerator.adopt(self.accelerator, config, LoopOfTrainer(self))
+        if self.args.should_save:  # as HF does later, with a bare error
+            make_folder(self.args.output_dir, "output_dir")
         self._gather_predictions()
 
     def _gather_predictions(self) -> None:

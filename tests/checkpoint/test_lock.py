@@ -205,10 +205,12 @@ def test_a_full_disk_takes_nothing_from_the_dead_and_leaves_the_ticket_of_anothe
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_folder_without_the_right_to_write_claims_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "file/below", "n" * 300, "/".join(["n" * 200] * 25), "/proc/none"])
+def test_a_folder_that_cannot_be_made_or_written_claims_nothing(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    lock.claim(tmp_path / "file" / lock.OUTPUT)
-    assert not lock.holds(tmp_path / "file" / lock.OUTPUT)
+    lock.claim(tmp_path / place / lock.OUTPUT)
+    assert not lock.holds(tmp_path / place / lock.OUTPUT)
+    lock.release(tmp_path / place / lock.OUTPUT)
 
 
 def test_a_link_to_nothing_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:

@@ -74,6 +74,14 @@ def test_a_port_that_another_program_has_is_named_on_every_rank(tmp_path: Path) 
     assert all(taken != free for taken, free in found)
 
 
+def test_an_output_folder_that_cannot_be_made_ends_the_job_with_a_line_and_no_traceback(tmp_path: Path) -> None:
+    _, output = ended("nowhere", tmp_path)
+    out = tmp_path / "file" / "out"
+    told = f"hf_dist: ConfigError: output_dir: '{out}' cannot be made: {out.parent} is a file. Choose another folder"
+    assert told in output.splitlines()[1] and "Traceback" not in output, output
+    assert "[rank 1] lost the connection to another rank, which ended first; rank 0 (pid " in output, output
+
+
 def test_one_rank_alone_without_memory_does_not_start_again_by_itself(tmp_path: Path) -> None:
     _, output = ended("alone", tmp_path, sends_sigterm=False)
     assert "rank 1 has no memory left for batches of 2, and other ranks have" in output, output

@@ -139,6 +139,12 @@ def _writes_beside(folder: str, waits: bool) -> None:
     train(str(out), Z3, act=act if waits else None, resume="auto", max_steps=3, save_strategy="steps", save_steps=1)
 
 
+def _nowhere(folder: str) -> None:
+    """An output folder below a file."""
+    Path(folder, "file").touch()
+    train(f"{folder}/file/out", Z3)
+
+
 class WithoutText(Exception):
     """Cannot say what it is."""
 
@@ -234,6 +240,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "memory_said": _says_memory,
     "interrupted": _interrupted_in_a_save,
     "everywhere": _everywhere,
+    "nowhere": _nowhere,
     "stranger": _at_a_strangers_port,
     "alone": _alone_without_memory,
     "first": functools.partial(_writes_beside, waits=True),
