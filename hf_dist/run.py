@@ -29,6 +29,13 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         print(__doc__)
         sys.exit(_USAGE)
+    from hf_dist.dist import excepthook
+
+    excepthook.install()
+    if not is_module:
+        from hf_dist.config.load import check_script
+
+        check_script(arguments[0])
     from hf_dist.hf.substitute import divide_into_roles, substitute
 
     substitute()

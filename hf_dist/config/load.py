@@ -136,7 +136,8 @@ def _read_file(path: Path) -> ConfigDocument:
 def similar_files(path: Path) -> str:
     """What the folder of a missing file holds instead, as a sentence: files with its suffix, such as .json."""
     path = path.expanduser().absolute()
-    folder, suffixes = path.parent, _YAML if path.suffix in _YAML else (".json",)
+    folder = path.parent
+    suffixes = _YAML if path.suffix in _YAML else (".py",) if path.suffix == ".py" else (".json",)
     if not folder.is_dir():
         return f"There is no directory {folder}."
     nearby = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes and entry.is_file())
@@ -145,6 +146,14 @@ def similar_files(path: Path) -> str:
         return f"Did you mean {' or '.join(similar)}?"
     kind = suffixes[0]
     return f"The {kind} files in {folder} are {', '.join(nearby[:5])}." if nearby else f"{folder} holds no {kind} file."
+
+
+def check_script(script: str) -> None:
+    """Raise `ConfigError` if there is no such file (or folder, which Python runs, too), with similar names."""
+    path = Path(script)
+    if not path.exists():
+        similar = similar_files(path if path.suffix == ".py" else path.with_name(f"{path.name}.py"))
+        raise ConfigError(Problem("script", str(path.absolute()), "does not exist", similar))
 
 
 def _read_text(text: str, origin: str) -> ConfigDocument:

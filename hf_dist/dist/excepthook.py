@@ -74,10 +74,21 @@ def explain_with(explain: Callable[[], tuple[str, str]]) -> None:
 
 
 def install() -> None:
-    """Install the exception hook for a job of several processes, or of one under torchrun. Idempotent; else does nothing."""
+    """Install the exception hook for a job of several processes, or of one under torchrun. Idempotent; else does nothing.
+
+    Raises what `detect_launch` does, after the hook was installed.
+    """
     global _installed
-    if _installed or (detect_launch().world_size < 2 and not is_launched()):
+    if _installed:
         return
+    try:
+        if detect_launch().world_size < 2 and not is_launched():
+            return
+    except TopologyError:
+        if not os.environ.get("RANK", "").isdecimal():  # then nobody knows who speaks
+            raise
+        sys.excepthook = _report_and_leave
+        raise
     _installed = True
     sys.excepthook = _report_and_leave
 

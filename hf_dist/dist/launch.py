@@ -50,7 +50,7 @@ def detect_launch(env: MutableMapping[str, str] | None = None) -> Launch:
 
     Also sets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if missing and
     known, so that torch and accelerate see the same job under any launcher. Raises `TopologyError` if a rank variable is
-    missing or no number of this job, or if the rendezvous address of a job on several machines cannot be derived.
+    missing or no number of this job, if MASTER_PORT is 0, or if the address of rank 0 on another machine cannot be derived.
     """
     env = os.environ if env is None else env
     for launcher, rank_key, size_key, local_key in _LAUNCHERS:
@@ -98,7 +98,12 @@ def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
         env["MASTER_ADDR"] = _master_address(launch, env)
     job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "") or env.get("PMIX_NAMESPACE", "")) or "0"
     env.setdefault("MASTER_PORT", str(29500 + int(job[-9:]) % 1000))
-    _number(env, "MASTER_PORT", launch.launcher, 0, below=65536)
+    port = _number(env, "MASTER_PORT", launch.launcher, 0, below=65536)
+    if port == 0 and launch.world_size > 1:  # rank 0 would listen at a port that no other rank learns of
+        raise TopologyError(
+            f"MASTER_PORT=0: the {launch.world_size} ranks cannot meet at port 0. Set one free port from 1 to 65535 on every rank "
+            "(--master_port, --main_process_port or the variable); on one machine `torchrun --standalone` finds one."
+        )
 
 
 def _master_address(launch: Launch, env: MutableMapping[str, str]) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist.errors import TopologyError
+from hf_dist.dist.excepthook import print_error
 from hf_dist.dist.host_info import ranks_here, schedule_as_batch
 from hf_dist.dist.ports import HeldPort
 
@@ -49,6 +51,10 @@ _SIOCGIFADDR = 0x8915
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ANSWER = timedelta(seconds=5)
 """In which a store answers."""
+_MISSING_AFTER = 30.0
+"""Seconds after which a rank says whom it waits for."""
+_MEETING = ("start_store", "init_process_group")
+_telling = False
 _checked: tuple[str, int] | None = None
 _held: HeldPort | None = None
 """The port that rank 0 has offered, until its store listens there."""
@@ -67,7 +73,9 @@ def prepare_start() -> None:
         schedule_as_batch()
     _choose_interface()
     if _starts_alone():
-        _check_master_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _check_master_port(address, port)
+        _tell_who_is_missing(address, port)
     _leave_agent_store()
 
 
@@ -123,15 +131,63 @@ def _is_strange(address: str, port: int) -> bool:
         asking.clear()
 
     for _ in range(2):  # it may have ended in between
-        try:
-            socket.create_connection((address, port), timeout=_ANSWER.total_seconds()).close()
-        except OSError:
+        if not _is_open(address, port):
             return False
         if not asking.is_set():
             asking.set()
             threading.Thread(target=ask, daemon=True).start()
         if answered.wait(_ANSWER.total_seconds()):
             return False
+    return True
+
+
+def _tell_who_is_missing(address: str, port: int) -> threading.Thread | None:
+    """Say from a thread, ever rarer, whom this rank waits for until the ranks have met: torch says nothing. Local."""
+    global _telling
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if _telling or (rank > 1 and os.environ.get("LOCAL_RANK") != "0"):
+        return None
+    _telling, main = True, threading.get_ident()
+
+    def tell() -> None:
+        waited, pause = 0.0, _MISSING_AFTER
+        while not dist.is_initialized() and waited < DEFAULT_TIMEOUT.total_seconds():
+            time.sleep(pause)
+            waited += pause
+            pause = waited
+            if dist.is_initialized() or not _is_meeting(main) or (rank > 0 and _is_open(address, port)):
+                continue  # where rank 0 is there, it speaks
+            print_error(_who_is_missing(rank, world, f"{address}:{port}", waited))
+
+    thread = threading.Thread(target=tell, name="hf_dist start", daemon=True)
+    thread.start()
+    return thread
+
+
+def _who_is_missing(rank: int, world: int, place: str, waited: float) -> str:
+    others = "rank 1" if world == 2 else f"ranks 1 to {world - 1}"
+    whom = f"rank 0: nothing listens at {place}" if rank else f"{others}: not all have come to {place}"
+    return (
+        f"hf_dist: rank {rank} has waited for {waited:.0f} s for {whom}. WORLD_SIZE={world}: start {world} processes with the "
+        f"same MASTER_ADDR and MASTER_PORT, and with RANK=0 to {world - 1}, or let `torchrun` start them."
+    )
+
+
+def _is_meeting(thread: int) -> bool:
+    """Whether that thread waits where ranks meet, and not in something of the script's before."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_name in _MEETING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_open(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_ANSWER.total_seconds()).close()
+    except OSError:
+        return False
     return True
 
 

@@ -131,6 +131,17 @@ def test_a_missing_local_rank_is_taken_from_the_rank() -> None:
     assert detect_launch(env).local_rank == 2
 
 
+@pytest.mark.parametrize("env", [TORCHRUN, OPENMPI, MPICH, SRUN], ids=["torchrun", "mpirun", "mpich", "srun"])
+def test_several_ranks_cannot_meet_at_port_0(env: dict[str, str]) -> None:
+    place = {"MASTER_ADDR": "node7", "MASTER_PORT": "0"}
+    with pytest.raises(TopologyError, match="^MASTER_PORT=0: the . ranks cannot meet at port 0. Set one free port"):
+        detect_launch({**env, **place})
+    alone = {key: "1" for key in env if key.endswith(("SIZE", "TASKS"))} | {
+        key: "0" for key in env if key.endswith(("RANK", "RANKID", "PROCID"))
+    }
+    assert detect_launch({**env, **place, **alone}).world_size == 1, "which meets nobody"
+
+
 # ---- ranks on one machine
 
 

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hf_dist.dist import rendezvous
 from hf_dist.errors import TopologyError
+from hf_dist.dist.patience import Patience
 from hf_dist.dist.rendezvous import agree_on_port, interface_of
 
 
@@ -200,3 +201,55 @@ def test_what_answers_at_the_port_is_told_from_a_store(who: str, monkeypatch: py
     assert rendezvous._can_listen(port) is (who == "nobody")
     server.close()
     del store
+
+
+@pytest.mark.parametrize(
+    ("rank", "listens", "says"),
+    [
+        (0, False, "rank 0 has waited for 0 s for ranks 1 to 3: not all have come to 127.0.0.1:PORT. WORLD_SIZE=4: start 4"),
+        (1, False, "rank 1 has waited for 0 s for rank 0: nothing listens at 127.0.0.1:PORT. WORLD_SIZE=4: start 4"),
+        (1, True, ""),  # rank 0 speaks
+        (3, False, ""),
+    ],
+)
+def test_ranks_that_do_not_meet_say_whom_they_wait_for(
+    rank: int, listens: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    looked = threading.Event()
+    monkeypatch.setattr(rendezvous, "print_error", said.append)
+    monkeypatch.setattr(rendezvous, "_telling", False)
+    monkeypatch.setattr(rendezvous, "_MISSING_AFTER", 0.05)
+    is_open = rendezvous._is_open
+
+    def look(address: str, port: int) -> bool:
+        found = is_open(address, port)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(rendezvous, "_is_open", look)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    if not listens:
+        server.close()
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def init_process_group(wait: Callable[[], bool]) -> None:
+        assert Patience(20).until(wait)
+
+    thread = rendezvous._tell_who_is_missing("127.0.0.1", port)
+    init_process_group(lambda: bool(said) if says else looked.is_set() or rank == 3)
+    assert [line.startswith("hf_dist: " + says.replace("PORT", str(port))) for line in said[:1]] == [True] * bool(says)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    if thread is not None:
+        thread.join()
+    server.close()
+
+
+def test_a_script_that_does_something_else_before_it_meets_the_others_says_nothing() -> None:
+    def init_process_group() -> bool:
+        return rendezvous._is_meeting(threading.get_ident())
+
+    assert not rendezvous._is_meeting(threading.get_ident())
+    assert init_process_group()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from hf_dist import run as runner
 from hf_dist.config import LauncherSettings
 from hf_dist.errors import ConfigError
 from hf_dist.tools.cli import doctor, launch
@@ -95,6 +100,9 @@ use_cpu: false
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """`launched(words, machines, launcher)`: what torchrun would be asked to start, and accelerate's variables."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "train.py").touch()
+    monkeypatch.chdir(tmp_path / "here")
     from torch.distributed import run
 
     found: dict[str, Any] = {}
@@ -143,6 +151,42 @@ def test_launch_refuses_what_would_drop_the_configuration(
 ) -> None:
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         launched(words, machines=2, launcher=launcher)
+
+
+def test_a_script_that_does_not_exist_is_named_with_similar_ones(
+    launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for name in ("trian.py", "train"):
+        says = f"script: {tmp_path}/{name} does not exist. Did you mean train.py?"
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            launch.launch([name])
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            runner.main(["--config", "zero3.json", name])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        (subprocess.CalledProcessError(75, ["python"]), 75, ""),
+        (subprocess.CalledProcessError(-9, ["python"]), 137, ""),
+        (ChildFailedError("train.py", {0: ProcessFailure(0, 1, 75, "")}), 1, "="),
+        (SignalException("got signal: 15", signal.SIGTERM), 143, ""),
+    ],
+)
+def test_a_job_that_fails_leaves_no_traceback_of_its_launcher(
+    error: Exception, code: int, last: str, launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    with pytest.raises(SystemExit) as left:
+        launched(["train.py"])
+    assert left.value.code == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.strip()[-1:] == last
 
 
 def test_the_doctor_tells_what_starts_a_yaml_that_says_deepspeed(

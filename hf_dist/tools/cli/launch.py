@@ -6,11 +6,16 @@ the processes with torchrun. Source: accelerate 1.15 commands/launch.py `deepspe
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hf_dist.config.load import check_script
 from hf_dist.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -34,12 +39,31 @@ def launch(
 
     arguments = stock.launch_command_parser().parse_args(words)
     _refuse(arguments)
+    if not arguments.module:
+        check_script(arguments.training_script)
     if not arguments.module or arguments.training_script != _RUNNER:
         named = ["-m", arguments.training_script] if arguments.module else [arguments.training_script]
         arguments.training_script_args = [*named, *arguments.training_script_args]
         arguments.training_script, arguments.module = _RUNNER, True
     stock.deepspeed_launcher = _launch_with_torchrun
-    stock.launch_command(arguments)
+    with _last_words_of_the_script():
+        stock.launch_command(arguments)
+
+
+@contextlib.contextmanager
+def _last_words_of_the_script() -> Iterator[None]:
+    """Inside, a job that fails or is told to end leaves no traceback of its launcher."""
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
+    except Exception as error:
+        if hasattr(error, "sigval"):  # torch's SignalException
+            sys.exit(128 + error.sigval)
+        if hasattr(error, "get_first_failure"):  # torch's ChildFailedError, whose text is its summary
+            print(error, file=sys.stderr)
+            sys.exit(1)
+        raise
 
 
 def _launch_with_torchrun(arguments: Namespace) -> None:
