@@ -93,10 +93,10 @@ def install() -> None:
     sys.excepthook = _report_and_leave
 
 
-def _named(rank: object) -> str:
-    """A rank, with its role where the start has several."""
+def named(rank: object, word: str = "rank") -> str:
+    """A rank of this process's role, with the role where the start has several. `word`: "ranks" for several. Local."""
     role = os.environ.get(_ROLE)
-    return f"{role} rank {rank}" if role else f"rank {rank}"
+    return f"{role} {word} {rank}" if role else f"{word} {rank}"
 
 
 def _report_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -108,7 +108,7 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
     if issubclass(kind, KeyboardInterrupt):
         where = traceback.extract_tb(trace)[-1:]
         place = f" at {where[0].filename}:{where[0].lineno} in {where[0].name}" if where else ""
-        print_error(f"[{_named(rank)}] interrupted (KeyboardInterrupt){place}")
+        print_error(f"[{named(rank)}] interrupted (KeyboardInterrupt){place}")
         _leave_word("was interrupted (KeyboardInterrupt)")
         _leave(last=_words_on(error))
     elif isinstance(error, RemoteError) and error.ended:
@@ -117,7 +117,7 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         # Rank 0 prints, after a pause for other ranks' output; its exit makes the launcher stop the others. A rank that is
         # still alive after the grace period met the error alone (its own file is wrong, say) and must print it.
         another_ended = _told_to_end.wait(_GRACE_SECONDS if rank else 0.3)
-        message = f"hf_dist: {type(error).__name__}{f' on {_named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
+        message = f"hf_dist: {type(error).__name__}{f' on {named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
         _leave_word(message)
         if not (rank and another_ended) and not tell_launcher(message):
             print_error("\n" + message)
@@ -133,10 +133,10 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
             _leave_word(print_traceback(error))
         else:
             print_error(
-                f"[{_named(rank)}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
+                f"[{named(rank)}] {type(error).__name__}, at the same line as on rank {told}: {_first_line(error)}"
             )
             _leave_word(text)
-        tell_launcher(f"of {_named(rank)}:\n{text}")
+        tell_launcher(f"of {named(rank)}:\n{text}")
         if rank == 0:  # its end is that of the store, which the others ask
             _told_to_end.wait(_STORE_SECONDS)
     _leave()
@@ -190,14 +190,14 @@ def leave_waiting(reason: str) -> None:
     `reason`: which rank, and why. Does not return.
     """
     rank = os.environ.get("RANK", "0")
-    print_error(f"[{_named(rank)}] waits for a rank that has ended, and leaves; {reason}")
+    print_error(f"[{named(rank)}] waits for a rank that has ended, and leaves; {reason}")
     _leave_word("waited for a rank that had ended")
     _leave()
 
 
 def leave_alone(text: str) -> None:
     """Exit from a thread, because the main thread is blocked in a call that other ranks will not make. Does not return."""
-    message = f"hf_dist: OneRankError on {_named(os.environ.get('RANK', '0'))}: {text}"
+    message = f"hf_dist: OneRankError on {named(os.environ.get('RANK', '0'))}: {text}"
     _leave_word(message)
     if not tell_launcher(message):
         print_error("\n" + message)
@@ -239,7 +239,7 @@ def _report_loss(rank: int, what: str) -> None:
     """Report in one line that this rank lost a peer, and print the first rank's traceback if no launcher will."""
     reason, first_traceback = _explain() if _explain is not None else ("", "")
     why = reason or "its own message says why (no message at all: look for an out-of-memory kill in the kernel's log)"
-    print_error(f"[{_named(rank)}] {what}; {why}")
+    print_error(f"[{named(rank)}] {what}; {why}")
     _leave_word(what)
     _told_to_end.wait(_GRACE_SECONDS)  # the launcher blames the process that exits first
     if first_traceback and not os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -293,7 +293,7 @@ def _of_a_collective(error: BaseException) -> bool:
 def print_traceback(error: BaseException) -> str:
     """Print the traceback on stderr, each line prefixed with the rank; returns the printed text."""
     text = "".join(traceback.format_exception(error)).rstrip()
-    prefixed = "\n".join(f"[{_named(os.environ.get('RANK', '0'))}] {line}" for line in text.splitlines())
+    prefixed = "\n".join(f"[{named(os.environ.get('RANK', '0'))}] {line}" for line in text.splitlines())
     print_error(prefixed)
     return prefixed
 

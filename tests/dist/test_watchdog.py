@@ -19,7 +19,15 @@ import pytest
 from hf_dist.dist.watchdog import watch, departure, thread
 from hf_dist.dist.watchdog.departure import Departure
 from hf_dist.dist.watchdog.location import Location, find_location
-from hf_dist.dist.watchdog.report import Status, describe_stall, lost_rank, numbers, who_is_late
+from hf_dist.dist.watchdog.report import (
+    Status,
+    called_alone,
+    describe_stall,
+    lost_rank,
+    numbers,
+    unheeded,
+    who_is_late,
+)
 from hf_dist.dist.watchdog.thread import Watchdog
 from hf_dist.dist.watchdog.wire import Collector, Sender
 from tests import forked, processes
@@ -49,6 +57,25 @@ def test_the_rank_that_works_is_late_and_its_stack_is_shown() -> None:
     assert "train.py:88 in pad" in text
     assert "a.py:1" not in text, "stacks of those that only wait are noise"
     assert "ranks 0-1, 3: waits for the gather of weights in: training step > forward, model.layers.3" in text
+
+
+def test_every_rank_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each role of a start counts its ranks from 0: two of them would say the same."""
+    late, gone = Status(2, "b", 99, 7, 64, WORKS), Status(1, "a", 5, 3, ended=True)
+    waiting = [Status(rank, "a", 10 + rank, 7, 61, WAITS) for rank in (0, 3)]
+    several = replace(waiting[0], location=replace(WAITS, called="save() at a.py:1"))
+
+    def texts() -> str:
+        alone = called_alone([several, *(replace(s, still=99) for s in waiting[1:])], patience=10, world=2)
+        told = unheeded([replace(s, told=20) for s in (late, *waiting)], 10, 60)
+        said = [stall(late, gone, *waiting, world=6), lost_rank([gone], ""), who_is_late([late], 4), numbers([0, 1, 3])]
+        return "\n".join([*filter(None, said), str(alone), str(told)])
+
+    plain = texts()
+    monkeypatch.setenv("HF_DIST_ROLE", "reward")
+    said = texts()
+    assert len(re.findall(r"\branks? \d", plain)) > 10
+    assert re.sub(r"\b(ranks? \d)", r"reward \1", plain) == said
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from typing import Any
 
-from hf_dist.dist.excepthook import only_followed
+from hf_dist.dist.excepthook import named, only_followed
 from hf_dist.dist.collective_guard import REMEDY
 from hf_dist.format_bytes import size_text
 from hf_dist.dist.watchdog.location import MAY_TAKE_LONG, Location
@@ -63,7 +62,7 @@ class Status:
     @property
     def who(self) -> str:
         """The rank's name in messages."""
-        return f"rank {self.rank} (pid {self.pid} on {self.host})" if self.pid else f"rank {self.rank}"
+        return f"{named(self.rank)} (pid {self.pid} on {self.host})" if self.pid else named(self.rank)
 
 
 def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, world: int) -> str | None:
@@ -221,7 +220,7 @@ def _stack(status: Status) -> list[str]:
     if not status.location.stack:
         return []
     name = "Python stack" if not status.silent or status.silent < 1 else f"Python stack {status.silent:.0f} s ago"
-    return [f"{name} of rank {status.rank}, innermost last:", *(f"  {line}" for line in status.location.stack)]
+    return [f"{name} of {named(status.rank)}, innermost last:", *(f"  {line}" for line in status.location.stack)]
 
 
 def _grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
@@ -233,7 +232,7 @@ def _grouped(statuses: Sequence[Status]) -> dict[str, list[Status]]:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Text such as `rank 3` or `ranks 0-2, 5`."""
+    """Text such as `rank 3` or `ranks 0-2, 5`, with their role where the start has several."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -241,4 +240,4 @@ def numbers(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"
+    return named(text, "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks")
