@@ -241,7 +241,13 @@ def _follow_log_level(args: Any) -> None:
 
 def _refuse_other_engines(args: Any) -> None:
     problems = [
-        Problem(name, os.environ[name], "starts another engine", "Use plain `accelerate launch` (or torchrun).")
+        Problem(
+            name,
+            os.environ[name],
+            "starts another engine",
+            "Write `distributed_type: MULTI_GPU` into accelerate's YAML, or use torchrun; `hf-dist config convert` takes its "
+            "settings over.",
+        )
         for name in _FOREIGN_ENGINES
         if os.environ.get(name, "").lower() in ("1", "true", "yes")
     ]

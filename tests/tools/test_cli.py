@@ -158,12 +158,12 @@ def test_a_script_that_does_not_exist_is_named_with_similar_ones(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    for name in ("trian.py", "train"):
+    for name in ("trainn.py", "train"):
         says = f"script: {tmp_path}/{name} does not exist. Did you mean train.py?"
         with pytest.raises(ConfigError, match=re.escape(says)):
             launch.launch([name])
         with pytest.raises(ConfigError, match=re.escape(says)):
-            runner.main(["--config", "zero3.json", name])
+            runner.main([name])
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,19 @@ def test_a_job_that_fails_leaves_no_traceback_of_its_launcher(
     assert "Traceback" not in said and said.strip()[-1:] == last
 
 
+def test_the_launcher_of_accelerate_says_what_the_guide_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours runs before it ends. Should it say something else one day, the guide and the doctor have to follow."""
+    from accelerate.commands import launch as stock
+
+    monkeypatch.setattr(stock, "is_deepspeed_available", lambda: False)
+    (tmp_path / "zero3.yaml").write_text(YAML.replace("LAUNCHER", "standard").replace("MACHINES", "1"))
+    words = ["--config_file", str(tmp_path / "zero3.yaml"), "train.py"]
+    with pytest.raises(ImportError) as caught:
+        stock.launch_command(stock.launch_command_parser().parse_args(words))
+    page = (REPO / "examples" / "guides" / "launchers.md").read_text()
+    assert f"``ImportError: {caught.value}``" in page
+
+
 def test_the_doctor_tells_what_starts_a_yaml_that_says_deepspeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +210,9 @@ def test_the_doctor_tells_what_starts_a_yaml_that_says_deepspeed(
     assert doctor.launcher_notes() == []
     (tmp_path / "default.yaml").write_text(YAML.replace("LAUNCHER", "standard").replace("MACHINES", "1"))
     assert [note for note in doctor.launcher_notes() if "hf-dist launch" in note and str(tmp_path) in note]
+    (tmp_path / "default.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    (note,) = doctor.launcher_notes()
+    assert f"hf-dist config convert {tmp_path / 'default.yaml'} --output zero3.json" in note
     (tmp_path / "default.yaml").write_text("distributed_type: MULTI_GPU\n")
     assert doctor.launcher_notes() == []
     (tmp_path / "default.yaml").write_text("{[")

@@ -83,11 +83,19 @@ def launcher_notes() -> list[str]:
         said = safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, YAMLError):  # none, or one that accelerate refuses by itself
         return []
-    if not isinstance(said, dict) or said.get("distributed_type") != "DEEPSPEED" or is_deepspeed_available():
-        return []
-    return [
-        f"{path} says DEEPSPEED, which `accelerate launch` cannot start without that package; `hf-dist launch` does"
-    ]
+    asked = said.get("distributed_type") if isinstance(said, dict) else None
+    if asked == "DEEPSPEED" and not is_deepspeed_available():
+        return [
+            f"{path} says DEEPSPEED: `accelerate launch` ends with 'DeepSpeed is not installed' before a script starts. "
+            "No need for that package: `hf-dist launch` takes the same arguments"
+        ]
+    if asked == "FSDP":
+        return [
+            f"{path} says FSDP: `accelerate launch` starts accelerate's own FSDP, which is refused beside a dist_config. "
+            f"`hf-dist config convert {path} --output zero3.json` takes its settings over; write "
+            "distributed_type: MULTI_GPU into it"
+        ]
+    return []
 
 
 def version_problems(installed: dict[str, str]) -> list[str]:

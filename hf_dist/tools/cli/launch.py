@@ -45,9 +45,12 @@ def launch(
         named = ["-m", arguments.training_script] if arguments.module else [arguments.training_script]
         arguments.training_script_args = [*named, *arguments.training_script_args]
         arguments.training_script, arguments.module = _RUNNER, True
-    stock.deepspeed_launcher = _launch_with_torchrun
-    with _last_words_of_the_script():
-        stock.launch_command(arguments)
+    theirs, stock.deepspeed_launcher = stock.deepspeed_launcher, _launch_with_torchrun
+    try:
+        with _last_words_of_the_script():
+            stock.launch_command(arguments)
+    finally:
+        stock.deepspeed_launcher = theirs
 
 
 @contextlib.contextmanager
