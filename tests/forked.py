@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,14 +46,19 @@ class Job:
     def __init__(self, process: BaseProcess, command: Sequence[str], out: Path, err: Path) -> None:
         self.process, self.command, self._out, self._err = process, list(command), out, err
 
-    def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
-        """Wait for it. Raises `subprocess.TimeoutExpired` with its output after `timeout` seconds, and kills it."""
+    def end(self, timeout: float, until: Callable[[str], bool] | None = None) -> subprocess.CompletedProcess[str]:
+        """Wait for it. Raises `subprocess.TimeoutExpired` with its output after `timeout` seconds, and kills it.
+
+        `until`: whether its output is whole, where a process that it has started writes after its end.
+        """
         patience = Patience(timeout)
         while self.process.is_alive() and not patience.is_over():
             self.process.join(1.0)
         code = self.process.exitcode
         if code is None:
             self.process.kill()
+        if until is not None:
+            patience.until(lambda: until(self._out.read_text()))
         said = [path.read_text() for path in (self._out, self._err)]
         self._out.unlink()
         self._err.unlink()
@@ -77,9 +82,11 @@ def start(
     return Job(process, command, out, err)
 
 
-def run(command: Sequence[str], *, timeout: float = 300, **how: Any) -> subprocess.CompletedProcess[str]:
-    """`start` and wait."""
-    return start(command, **how).end(timeout)
+def run(
+    command: Sequence[str], *, timeout: float = 300, until: Callable[[str], bool] | None = None, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """`start` and wait. `until`: as in `Job.end`."""
+    return start(command, **how).end(timeout, until)
 
 
 def _empty_file() -> Path:
