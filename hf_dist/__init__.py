@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dist.hf.accelerator import DistAccelerator
     from hf_dist.hf.args import DistArgsMixin, DistTrainingArguments
     from hf_dist.hf.loading import from_pretrained
+    from hf_dist.hf.remote_loss import remote_loss
     from hf_dist.hf.roles import remote_model
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
     from hf_dist.hf.trainer import DistTrainer, DistTrainerMixin
@@ -32,6 +33,7 @@ __all__ = [
     "full_shape",
     "gathered",
     "initialize",
+    "remote_loss",
     "remote_model",
     "unprepare",
 ]
@@ -52,6 +54,7 @@ _WHERE = {
     "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
     "initialize": "hf_dist.engine.build",
+    "remote_loss": "hf_dist.hf.remote_loss",
     "remote_model": "hf_dist.hf.roles",
     "unprepare": "hf_dist.engine.unprepare",
 }

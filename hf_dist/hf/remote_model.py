@@ -126,6 +126,15 @@ class RemoteModel(PreTrainedModel):
             answer = self._ask("forward" if not self.trains else "evaluate", args, {**kwargs, **how})
         return answer.to_tuple() if return_dict is False else answer
 
+    def log_probs(self, labels: Tensor, **inputs: Any) -> Tensor:
+        """Log-probability, fp32 [rows, tokens - 1], of the tokens `labels` [rows, tokens] from the second on: 4 bytes a token.
+
+        Every rank that shares rows calls it. `inputs`: as for a forward, tensors by their names. Labels below 0 give the
+        log-probability of token 0, to be masked. Waits for the answer.
+        """
+        found: Tensor = self._ask("log_probs", (), {"labels": labels, **inputs}).log_probs
+        return found
+
     def _ask_with_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
         if self._training_end is None:
             raise ModelError(

@@ -45,6 +45,8 @@ class _Served:
         self._model: Any = model
         self._config, self._mesh = config, server.mesh
         self._built: Engine | None = None
+        self._example: Call | None = None
+        """The last call of `hidden`, with which the head is tried."""
         self._training = Training(self._trained_engine, self._mesh, server.students)
 
     @property
@@ -100,6 +102,7 @@ class _Served:
     def hidden(self, call: Call) -> Message:
         """The base model's output."""
         self._engine({**call.tensors, **call.options}).eval()
+        self._example = call
         with torch.no_grad():
             return packed(fields_of(self._model.base_model(**call.tensors, **call.options)))
 
@@ -114,4 +117,22 @@ class _Served:
         line = self._mesh.views["batch"]
         source = collectives.all_gather_object(line, bool(found)).index(True)  # one stage has it
         found = collectives.broadcast_object(line, found, source)
+        self._check_head(found)
         return packed(found)
+
+    def _check_head(self, found: Mapping[str, Tensor]) -> None:
+        """Raise `ModelError` if the model does more to its hidden states than this head: the asking role would leave it out."""
+        call = self._example
+        if call is None or self._mesh.pp.size > 1:
+            return
+        hidden = fields_of(self._model.base_model(**call.tensors, **call.options))["last_hidden_state"]
+        logits = fields_of(self._model(**call.tensors, **call.options))["logits"]
+        most = 1e-3 if logits.dtype == torch.float32 else 0.05  # logits in a half dtype are rounded
+        logits = logits.float()
+        bias = found.get("bias")
+        alone = nn.functional.linear(hidden.float(), found["weight"].float(), None if bias is None else bias.float())
+        if not torch.allclose(alone, logits, rtol=most, atol=most * float(logits.abs().max())):
+            raise ModelError(
+                f"{type(self._model).__name__} does more to its hidden states than its head, such as a scale or a cap of its "
+                "logits: ask for its logits, teacher(...), in place of teacher.base_model(...)"
+            )

@@ -64,6 +64,7 @@ def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[s
     teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
     if remote:
         _is_told_what_does_not_come(teacher)
+        _gives_log_probabilities(teacher)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for batch in loader:
         with torch.no_grad():
@@ -83,6 +84,20 @@ def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[s
         found["sent"], found["received"] = teacher._asker.sent_nbytes, teacher._asker.received_nbytes
         teacher._asker.close()
     return found
+
+
+def _gives_log_probabilities(teacher: Any) -> None:
+    """Of given tokens: four bytes each come back, and they are those of the logits. Not counted in the job's bytes."""
+    asker = teacher._asker
+    ids = torch.arange(6).view(2, 3) + 4
+    labels = torch.where(ids == 5, -100, ids)
+    before = asker.received_nbytes
+    found = teacher.log_probs(labels, input_ids=ids)
+    assert asker.received_nbytes - before in (4 * 4, 0)  # 0: another rank of this row asks
+    expected = teacher(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])
+    torch.testing.assert_close(found, expected[..., 0], rtol=1e-5, atol=1e-5)
+    if asker._link is not None:
+        asker._link.sent_nbytes = asker._link.received_nbytes = 0
 
 
 def _is_told_what_does_not_come(teacher: Any) -> None:

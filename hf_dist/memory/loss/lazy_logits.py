@@ -35,6 +35,8 @@ class Use:
     """Called with the function's name when code other than the loss reads deferred logits."""
     tiles: bool = True
     """Whether the product may be deferred if that saves memory."""
+    always: bool = False
+    """Whether it is deferred in any case: the loss that follows takes nothing else."""
     split: VocabularySplit | None = None
     """How the vocabulary is split, if the head has some of its rows."""
     has_loss: bool = False
@@ -56,7 +58,9 @@ def _logits_of(head: Linear, use: Use) -> LazyLogits:
     vocabulary, width = head.vocabulary, head.weight.shape[1]
     learns = torch.is_grad_enabled() and head.weight.requires_grad
     itemsize = head.hidden.dtype.itemsize
-    if use.tiles and saves_memory(head.hidden.numel() // width, vocabulary, width, itemsize, learns=learns):
+    if use.always or (
+        use.tiles and saves_memory(head.hidden.numel() // width, vocabulary, width, itemsize, learns=learns)
+    ):
         return LazyLogits.of(head, use, head.hidden.dtype)
     computed = head.computed()
     return LazyLogits.of(computed, use, computed.logits.dtype)
@@ -96,6 +100,27 @@ class LazyLogits(UnreadTensor):
     def put_off(self) -> bool:
         """Whether the product is deferred."""
         return isinstance(self._head, Linear)
+
+    def taken(self) -> Linear:
+        """The deferred product with what was done to it, for a loss of another kind, which it now has."""
+        assert isinstance(self._head, Linear), "only `Use.always` promises one"
+        self._use.has_loss = True
+        return self._head
+
+    @property
+    def vocabulary_split(self) -> VocabularySplit | None:
+        """How the vocabulary is split over ranks; None if it is not."""
+        return self._head.split
+
+    @property
+    def columns(self) -> int:
+        """Columns of the logits that this rank has."""
+        return self._head.weight.shape[0] if isinstance(self._head, Linear) else self._head.logits.shape[-1]
+
+    @property
+    def over(self) -> Callable[[], None]:
+        """To be called when the backward of its loss passes through."""
+        return self._use.end
 
     @property
     def is_plain(self) -> bool:

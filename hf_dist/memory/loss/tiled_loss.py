@@ -6,6 +6,7 @@ loss function, shift and normalisation run unchanged.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,9 +15,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_dist.config import DistConfig, settled
+from hf_dist.errors import ModelError
 from hf_dist.log import say_once
 from hf_dist.memory.loss.lazy_logits import LazyLogits, Use, marked
 from hf_dist.memory.loss.vocabulary import VocabularySplit
+
+Taker = Callable[[LazyLogits], torch.Tensor]
+"""Makes a loss, 0D, of logits that are not computed."""
 
 
 class TiledLoss:
@@ -28,12 +33,23 @@ class TiledLoss:
     """
 
     def __init__(
-        self, model: nn.Module, head: nn.Module, *, tiles: bool = True, split: VocabularySplit | None = None
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        *,
+        tiles: bool = True,
+        can_defer: bool = True,
+        split: VocabularySplit | None = None,
     ) -> None:
-        """Hook `model` and its `head`, the module that turns hidden states into logits. `tiles`: the product may be deferred;
-        `split`: the split of the vocabulary, if the head has some of its rows."""
+        """Hook `model` and its `head`, the module that turns hidden states into logits.
+
+        `tiles`: the product is deferred where that saves memory; `can_defer`: the head's weight can be read at the end of the
+        model's forward; `split`: the split of the vocabulary, if the head has some of its rows.
+        """
         self.tiles = tiles
         """Whether products may be deferred; False once other code has read deferred logits."""
+        self._can_defer = can_defer
+        self._taker: Taker | None = None
         self._split = split
         self._name = type(model).__name__
         self._evaluates = False
@@ -42,6 +58,23 @@ class TiledLoss:
         # Runs before the hook that frees the head's weights.
         model.register_forward_hook(self._leave, prepend=True, always_call=True)
         head.register_forward_pre_hook(self._mark)
+        _losses[model] = self
+
+    @contextmanager
+    def taken_by(self, taker: Taker) -> Iterator[None]:
+        """Inside the block, a forward's logits are not computed: `taker(logits)` makes the loss of them, `loss` of the output.
+
+        Raises `ModelError` if the head's weight cannot be read at the end of the forward.
+        """
+        if not self._can_defer:
+            raise ModelError(
+                f"the head of {self._name} is a unit of its own (leaf_module), so no loss can be made of its input"
+            )
+        self._taker = taker
+        try:
+            yield
+        finally:
+            self._taker = None
 
     @contextmanager
     def only_loss_is_read(self) -> Iterator[None]:
@@ -56,7 +89,10 @@ class TiledLoss:
         if torch.compiler.is_compiling():  # the compiler fuses the loss itself
             return
         learns = model.training and torch.is_grad_enabled()
-        if learns or self._evaluates or kwargs.get("labels") is not None:
+        if self._taker is not None:
+            split = self._split if self._split is not None and self._split.is_cut() else None
+            self._use = Use(self._was_read, always=True, split=split)
+        elif learns or self._evaluates or kwargs.get("labels") is not None:
             split = self._split if self._split is not None and self._split.is_cut() else None
             self._use = Use(self._was_read, tiles=self.tiles and (learns or self._evaluates), split=split)
 
@@ -72,6 +108,8 @@ class TiledLoss:
         if use is None:
             return None
         lazy = [v for v in tree_leaves(output) if isinstance(v, LazyLogits)]
+        if self._taker is not None and lazy and isinstance(output, dict):
+            output["loss"], output["logits"] = self._taker(lazy[0]), None
         if use.has_loss:
             if not torch.is_grad_enabled():  # no backward follows, so the weights may be freed now
                 use.end()
@@ -134,4 +172,12 @@ def tiled_loss_for(
     tiles = any(module in kept for module in head.modules())
     if wanted and not tiles:
         say_once(f"hf_dist.tiled_loss has no effect: the head of {name} is a unit of its own (leaf_module)")
-    return TiledLoss(model, head, tiles=bool(wanted) and tiles, split=split)
+    return TiledLoss(model, head, tiles=bool(wanted) and tiles, can_defer=tiles, split=split)
+
+
+_losses: weakref.WeakKeyDictionary[nn.Module, TiledLoss] = weakref.WeakKeyDictionary()
+
+
+def tiled_loss_of(model: nn.Module) -> TiledLoss | None:
+    """The loss of a model that was prepared; None without one. Local."""
+    return _losses.get(model)

@@ -65,14 +65,12 @@ def tile_rows(vocabulary: int) -> int:
 class _Job:
     """The arguments of `_TiledSum` that are not tensors of the graph."""
 
-    after: tuple[Elementwise, ...]
-    target: torch.Tensor  # (N,)
-    ignore_index: int
+    loss_of: Callable[[torch.Tensor, slice], torch.Tensor]
+    """The loss, 0D, of a tile's product (R, V) and its rows."""
     learns: bool
     over: Callable[[], None]
     rows: int
     """Rows of a tile."""
-    split: VocabularySplit | None
 
 
 def tiled_cross_entropy(
@@ -83,14 +81,30 @@ def tiled_cross_entropy(
     `mean`: average over targets other than `ignore_index`, else sum. Without such targets, the mean is nan and its gradient 0,
     as in torch. `over` is called when backward passes through. Collective over the ranks of a split vocabulary.
     """
-    rows = tile_rows(head.vocabulary)
-    job = _Job(head.after, target, ignore_index, torch.is_grad_enabled(), over, rows, head.split)
-    total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
+    after: tuple[Elementwise, ...] = (*head.after, Cast(torch.promote_types(head.hidden.dtype, torch.float32)))
+
+    def loss_of(product: torch.Tensor, at: slice) -> torch.Tensor:
+        return Computed(product, after, head.split).cross_entropy(target[at], ignore_index=ignore_index, mean=False)
+
+    total = tiled_sum(head, loss_of, over=over, rows=tile_rows(head.vocabulary))
     if mean:
         count = (target != ignore_index).sum()
         # Two steps, because the gradient of 0 / 0 would be nan.
         total = total / count.clamp(min=1) + torch.where(count == 0, torch.nan, 0.0)
     return total.to(dtype)
+
+
+def tiled_sum(
+    head: Linear, loss_of: Callable[[torch.Tensor, slice], torch.Tensor], *, over: Callable[[], None], rows: int
+) -> torch.Tensor:
+    """The sum of `loss_of(product, rows)` over tiles of `rows` rows of `head.hidden` (N, D), 0D, fp32 or wider.
+
+    `product`: (R, V), without the head's element-wise operations; what `loss_of` does to it is differentiated at once. `over`
+    is called when backward passes through.
+    """
+    job = _Job(loss_of, torch.is_grad_enabled(), over, rows)
+    total: torch.Tensor = _TiledSum.apply(head.hidden, head.weight, head.bias, job)
+    return total
 
 
 def saves_memory(num_rows: int, vocabulary: int, width: int, itemsize: int, *, learns: bool) -> bool:
@@ -119,12 +133,11 @@ class _TiledSum(torch.autograd.Function):
             product = functional.linear(part, weight, bias)
             with torch.set_grad_enabled(any(wanted)):
                 product.requires_grad_(any(wanted))
-                logits = Computed(product, (*job.after, Cast(total.dtype)), job.split)
-                loss = logits.cross_entropy(job.target[start : start + rows], ignore_index=job.ignore_index, mean=False)
+                loss = job.loss_of(product, slice(start, start + rows))
             total += loss.detach()
             if any(wanted):
                 (grad,) = torch.autograd.grad(loss, product)
-                del product, logits, loss
+                del product, loss
                 grads.add(start, part, weight, grad)
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.over = job.over
