@@ -78,6 +78,18 @@ def place() -> Place | None:
     return _place
 
 
+def described() -> list[str]:
+    """The roles of this start, with their ranks, for people; empty without roles. Local."""
+    if _place is None:
+        return []
+    parts = [f"{r.name} on {_ranks(r)}" for r in _place.roles.values() if r.name != _place.role.name]
+    return [f"this is {_place.role.name}, {_ranks(_place.role)} of the start; {', '.join(parts)}"]
+
+
+def _ranks(role: Role) -> str:
+    return f"ranks {role.first}-{role.first + role.size - 1}" if role.size > 1 else f"rank {role.first}"
+
+
 def divide(sizes: Mapping[str, int | str]) -> Place:
     """Make this process a member of its role only. Every process of the start calls it, before torch.distributed starts.
 

@@ -9,6 +9,7 @@ import torch
 
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.config.report import brief_lines
+from hf_dist.dist import roles
 from hf_dist.dist.network import describe
 from hf_dist.engine.engine import Engine
 from hf_dist.format_bytes import scaled, size_text
@@ -49,6 +50,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
     parts = {
+        "roles": roles.described(),
         "layout": [
             sharded.mesh.describe(),
             _resting(sharded),
@@ -75,6 +77,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
     parts = {
+        "roles": roles.described(),
         "layout": [
             sharded.mesh.describe(),
             _resting(sharded),

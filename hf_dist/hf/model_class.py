@@ -31,13 +31,13 @@ _LAYER_KEYS = (
 )
 
 
-def model_config(model: str) -> Any:
+def model_config(model: str, *, said_by: str = "--model") -> Any:
     """The HF config of a folder or a hub ID. Raises `ConfigError`."""
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         fix = "Pass a folder that holds a config.json, or the ID of a model that can be reached."
-        raise ConfigError(Problem("--model", model, f"has no config that can be read: {error}", fix)) from None
+        raise ConfigError(Problem(said_by, model, f"has no config that can be read: {error}", fix)) from None
 
 
 def architecture_of(config: object) -> str:

@@ -261,7 +261,7 @@ class _Head(nn.Module):
 
 def stand_in(place: Place, role: str, model: str, axes: Axes, dtype: torch.dtype = torch.float32) -> Any:
     """The frozen stand-in of the model in folder `model`, which `role` serves in `dtype`. `axes`: of the asking role."""
-    config = model_config(model)
+    config = model_config(model, said_by=f"hf_dist.roles.{role}.model")
     name = architecture_of(config) or "AutoModelForCausalLM"
     with torch.device("meta"):
         made = new_model(name, config)

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from hf_dist.config import DistConfig, axes_of, load_config
-from hf_dist.config.roles import RoleConfig, asking_role, roles_of
+from hf_dist.config import DistConfig, axes_of
+from hf_dist.config.roles import asking_role, roles_of
 from hf_dist.dist import excepthook
 from hf_dist.dist.mesh import leave_job
 from hf_dist.dist.roles import divide, place
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.log import say_once
+from hf_dist.planning.role_parts import role_layout
 from hf_dist.sharding.precision import DTYPES
 
 __all__ = ["enter", "remote_model"]
 
-ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 _asking: DistConfig | None = None
 
 
@@ -39,7 +39,7 @@ def enter(config: DistConfig) -> None:
     from hf_dist.hf.serving_model import serve_model
 
     role = roles[where.role.name]
-    count = serve_model(where, role.model, layout_of(role))
+    count = serve_model(where, role.model, role_layout(role))
     if where.rank == 0:
         say_once(f"role {where.role.name}: answered {count} calls; the trainer has ended")
     leave_job()
@@ -72,7 +72,7 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
         )
     from hf_dist.hf.remote_model import stand_in
 
-    layout = layout_of(roles[role])
+    layout = role_layout(roles[role])
     made = stand_in(where, role, roles[role].model, axes_of(_asking, where.role.size), _dtype_of(layout))
     if trains:
         if layout.optimizer is None:
@@ -83,11 +83,6 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
             raise ConfigError(Problem(path, "", "has no optimizer, and the role is to train", fix))
         made.will_train(joint_norm=roles[role].clip == "joint")
     return made
-
-
-def layout_of(role: RoleConfig) -> DistConfig:
-    """The config of a role with a model: ZeRO-3 if it names none."""
-    return load_config(role.config if role.config is not None else ZERO3)
 
 
 def _dtype_of(config: DistConfig) -> torch.dtype:

@@ -31,7 +31,10 @@ def serve_model(place: Place, folder: str, config: DistConfig) -> int:
 
     Returns how many calls were answered.
     """
-    name = architecture_of(model_config(folder)) or "AutoModelForCausalLM"
+    name = (
+        architecture_of(model_config(folder, said_by=f"hf_dist.roles.{place.role.name}.model"))
+        or "AutoModelForCausalLM"
+    )
     model = from_pretrained(model_class(name), folder)
     model.config.use_cache = False  # no answer has one
     mesh = mesh_for(config, model=model)
@@ -125,8 +128,9 @@ class _Served:
         call = self._example
         if call is None or self._mesh.pp.size > 1:
             return
-        hidden = fields_of(self._model.base_model(**call.tensors, **call.options))["last_hidden_state"]
-        logits = fields_of(self._model(**call.tensors, **call.options))["logits"]
+        given = {**call.tensors, **{name: value for name, value in call.options.items() if name != "logits_to_keep"}}
+        hidden = fields_of(self._model.base_model(**given))["last_hidden_state"]
+        logits = fields_of(self._model(**given))["logits"]
         most = 1e-3 if logits.dtype == torch.float32 else 0.05  # logits in a half dtype are rounded
         logits = logits.float()
         bias = found.get("bias")

@@ -37,6 +37,7 @@ FOLDER = REPO / "examples" / "guides" / "pictures"
 PICTURES = {
     "schedule.svg": "schedule --schedule zb_h1 --stages 4 --microbatches 8",
     "mesh.svg": "mesh --config configs/tp_pp.json --ranks 16",
+    "roles.svg": "mesh --config configs/roles.json --ranks 4",
 }
 """Picture -> the arguments of `hf-dist` that draw it."""
 YOURS = {"train.py", "train_grpo.py", "no_trainer.py", "reward.py", "evaluate.py"}

@@ -132,8 +132,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the port of another program is taken for a store",
         "dist/rendezvous.py",
-        "            return False\n    return True\n\n\ndef _leave_agent_store",
-        "            return False\n    return False\n\n\ndef _leave_agent_store",
+        "            return False\n    return True\n\n\ndef _tell_who_is_missing",
+        "            return False\n    return False\n\n\ndef _tell_who_is_missing",
         ("dist/test_rendezvous.py",),
     ),
     Mutant(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_dist.config import axes_of, load_config
-from hf_dist.dist.axes import RANKS_PER_MACHINE
+from hf_dist.dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.tools.cli.planned import meta_model, resolved_config, row_tokens
 from hf_dist.tools.cli.written import to_write, writing
+
+if TYPE_CHECKING:
+    from hf_dist.planning.draw_mesh import Traffic
+    from hf_dist.planning.role_parts import Part
 
 __all__ = ["mesh"]
 
@@ -43,12 +47,32 @@ def mesh(
     output: Output = None,
 ) -> None:
     """Show which ranks hold what along each axis of a config, and with a model the bytes that a rank sends in a step."""
-    from hf_dist.planning.draw_mesh import draw_mesh, mesh_lines
+    from hf_dist.planning.draw_mesh import draw_mesh
+    from hf_dist.planning.role_parts import parts_of
+    from hf_dist.tools.draw_roles import draw_roles
 
-    read = load_config(config)
-    machines = [rank // gpus_per_node for rank in range(ranks)]
+    parts = parts_of(load_config(config), ranks)
+    axes = []
+    for part in parts:
+        if part.title:
+            print(f"{part.title}; below, ranks are counted within the role")
+        shown = _show(part, gpus_per_node, part.model or model, seq)
+        axes.append(shown[0])
+        picture = draw_mesh(*shown)
+    if output is not None:
+        with writing(output):
+            (draw_roles(list(zip(parts, axes, strict=True))) if len(parts) > 1 else picture).save(output)
+        print(f"wrote {output}")
+
+
+def _show(part: Part, gpus_per_node: int, model: str | None, seq: int | None) -> tuple[Axes, list[int], Traffic | None]:
+    """Print the axes of a role; returns them, the machine of each rank, and the bytes that a rank sends."""
+    from hf_dist.planning.draw_mesh import mesh_lines
+
+    read, ranks = part.config, part.ranks
+    machines = [(part.first + rank) // gpus_per_node for rank in range(ranks)]
     axes, traffic, notes = axes_of(read, ranks, here=min(ranks, gpus_per_node)), None, list[str]()
-    if model is not None:
+    if model is not None and part.trains:
         from hf_dist.parallel.experts.spread import expert_counts
         from hf_dist.planning.planner import Planner, Workload
 
@@ -62,7 +86,4 @@ def mesh(
             traffic["ep"] = {"all_to_all": (0, planner.expert_nbytes(resolved))}
             notes = ["  (along ep: if all experts are chosen alike)"]
     print("\n".join([axes.describe(), *(f"  {line}" for line in mesh_lines(axes, machines, traffic)), *notes]))
-    if output is not None:
-        with writing(output):
-            draw_mesh(axes, machines, traffic).save(output)
-        print(f"wrote {output}")
+    return axes, machines, traffic

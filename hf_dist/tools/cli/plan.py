@@ -14,6 +14,7 @@ from hf_dist.config import canonical, load_config
 from hf_dist.config.values import BadValue, memory_nbytes
 from hf_dist.dist.axes import RANKS_PER_MACHINE
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.format_bytes import size_text
 from hf_dist.tools.cli.layouts import AskedLayouts, print_layouts
 from hf_dist.tools.cli.options import signature_of
 from hf_dist.tools.cli.planned import EXIT_DOES_NOT_FIT, meta_model, resolved_config, row_tokens, suggestions
@@ -22,6 +23,7 @@ from hf_dist.tools.cli.written import to_write, write_texts
 if TYPE_CHECKING:
     from hf_dist.planning.advice import Tried
     from hf_dist.planning.memory_plan import Limits, MemoryPlan
+    from hf_dist.planning.role_parts import Part
 
 __all__ = ["plan"]
 
@@ -106,17 +108,20 @@ def _plan_config(asked: Asked, config: Path) -> None:
     from hf_dist.planning.overhead import estimated, measured_base
     from hf_dist.planning.planner import Planner, Workload
     from hf_dist.planning.positions import positions_of
+    from hf_dist.planning.role_parts import parts_of
 
-    limits = _limits(asked.device_memory, asked.host_memory, asked.world_size)
+    trainer, *others = parts_of(load_config(config), asked.world_size)
+    world = trainer.ranks
+    limits = _limits(asked.device_memory, asked.host_memory, world)
     meta = meta_model(asked.model)
-    resolved = resolved_config(load_config(config), asked.world_size, asked.micro_batch, meta)
+    resolved = resolved_config(trainer.config, world, asked.micro_batch, meta)
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
     beside = functools.partial(estimated, base=measured_base())
     tokens = row_tokens(meta, None if asked.seq is None else _tokens(asked.seq))
 
     def planner_of(length: int) -> Planner:
-        return Planner(meta, asked.world_size, Workload(micro, length), limits.device, beside)
+        return Planner(meta, world, Workload(micro, length), limits.device, beside)
 
     planner = planner_of(tokens)
     now = planner.plan(resolved)
@@ -128,13 +133,15 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if asked.suggest is not None:
         files = suggestions(config.stem, canonical(config), asked.suggest, [each.change.values for each in found])
     if asked.json:
-        print(json.dumps({**_as_dict(now, limits, tried, list(files)), "longest_rows": longest}, indent=2))
+        roles = {part.name: _role_plan(part, micro, tokens).as_dict() for part in others}
+        more = {"longest_rows": longest, **({"roles": roles} if roles else {})}
+        print(json.dumps({**_as_dict(now, limits, tried, list(files)), **more}, indent=2))
         write_texts(files)
-        _end(now, limits)
+        _end(limits, [trainer, *others], [now, *(_role_plan(part, micro, tokens) for part in others)])
         return
-    print(
-        f"{asked.model}: microbatches of {micro} x {tokens} tokens, {asked.world_size} ranks, {resolved.dtype}, {config}"
-    )
+    if trainer.title:
+        print(trainer.title)
+    print(f"{asked.model}: microbatches of {micro} x {tokens} tokens, {world} ranks, {resolved.dtype}, {config}")
     print(_text(now, limits, tried, planner.expert_lines(resolved)))
     if longest is not None:
         shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
@@ -145,12 +152,46 @@ def _plan_config(asked: Asked, config: Path) -> None:
             print(f"wrote {file}: {each.change.text or 'unchanged'}")
         if not files:
             print("nothing fits: use more ranks, shorter samples, or a smaller model")
-    _end(now, limits)
+    plans = [_role_plan(part, micro, tokens) for part in others]
+    for part, its in zip(others, plans, strict=True):
+        print(_role_text(part, its, limits))
+    _end(limits, [trainer, *others], [now, *plans])
 
 
-def _end(now: MemoryPlan, limits: Limits) -> None:
-    if now.over(limits):
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
+def _role_plan(part: Part, micro: int, tokens: int) -> MemoryPlan:
+    """Memory of a rank of another role, for the trainer's microbatches."""
+    from hf_dist.planning.planner import Planner, Workload
+
+    assert part.model is not None
+    meta = meta_model(part.model)
+    meta.requires_grad_(part.trains)
+    return Planner(meta, part.ranks, Workload(micro, tokens)).plan(
+        resolved_config(part.config, part.ranks, micro, meta)
+    )
+
+
+def _role_text(part: Part, its: MemoryPlan, limits: Limits) -> str:
+    from hf_dist.planning.describe import plan_table, verdict
+
+    lines = (
+        [*plan_table(its), *verdict(its, limits)]
+        if part.trains
+        else [f"weights, at rest  {size_text(_resting(its))}  exact; a forward's activations come on top"]
+    )
+    return "\n".join([f"{part.title}: {part.model}", *(f"  {line}" for line in lines)])
+
+
+def _resting(its: MemoryPlan) -> int:
+    from hf_dist.memory.offload.resting import Tier
+
+    return its.states.nbytes.resident(Tier.DEVICE)
+
+
+def _end(limits: Limits, parts: list[Part], plans: list[MemoryPlan]) -> None:
+    for part, its in zip(parts, plans, strict=True):
+        frozen_is_over = limits.device is not None and _resting(its) > limits.device
+        if its.over(limits) if part.trains else frozen_is_over:
+            raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 plan.__signature__ = signature_of(Asked, _OPTIONS)  # type: ignore[attr-defined]
