@@ -184,7 +184,7 @@ class RemoteModel(PreTrainedModel):
 
     def received(self, future: Future[Message] | None) -> dict[str, Any]:
         """The fields of an answer, on this rank's device. Collective over the ranks that share rows."""
-        message = None if future is None else future.result()
+        message = None if future is None else self._asker.wait(future)
         if self._mesh is not None and self._mesh.views["batch"].size > 1:
             message = collectives.broadcast_object(self._mesh.views["batch"], message)
         assert message is not None
@@ -259,8 +259,19 @@ class _Head(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
-def stand_in(place: Place, role: str, model: str, axes: Axes, dtype: torch.dtype = torch.float32) -> Any:
-    """The frozen stand-in of the model in folder `model`, which `role` serves in `dtype`. `axes`: of the asking role."""
+def stand_in(
+    place: Place,
+    role: str,
+    model: str,
+    axes: Axes,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tells_after: float = 0.0,
+) -> Any:
+    """The frozen stand-in of the model in folder `model`, which `role` serves in `dtype`.
+
+    `axes`: of the asking role; `tells_after`: seconds after which a rank that waits for an answer says so.
+    """
     config = model_config(model, said_by=f"hf_dist.roles.{role}.model")
     name = architecture_of(config) or "AutoModelForCausalLM"
     with torch.device("meta"):
@@ -278,7 +289,7 @@ def stand_in(place: Place, role: str, model: str, axes: Axes, dtype: torch.dtype
             delattr(whole, child)
     with_generation = getattr(whole, "generation_config", None) is not None
     whole.__dict__.update(
-        _asker=asker_of(place, role, axes.coordinate("data", place.rank), axes.size("data")),
+        _asker=asker_of(place, role, axes.coordinate("data", place.rank), axes.size("data"), tells_after),
         _shares_rows=axes.size("batch") > 1,
         _mesh=None,
         _device=torch.device("cpu"),

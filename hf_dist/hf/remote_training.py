@@ -83,8 +83,8 @@ class TrainedRole:
         self._joint_norm = joint_norm
         self._has_gradient = False
         self._was_stepped = False
-        self._last: Future[Message] | None = None
-        """A call whose answer nobody has needed yet; an error in it is raised before the next call."""
+        self._last: list[Future[Message] | None] = []
+        """A call whose answer nobody has needed yet, None on a rank for which another asks; its error comes before the next."""
 
     def backward(self, number: int, grads: Sequence[Tensor | None], wanted: Sequence[str]) -> dict[str, Tensor]:
         """Send the outputs' gradients of forward `number`; the gradients of the `wanted` inputs."""
@@ -134,13 +134,13 @@ class TrainedRole:
 
     def _tell(self, call: str, **options: object) -> None:
         self._finish()
-        self._last = self._wire.send(call, {}, options)
+        self._last = [self._wire.send(call, {}, options)]
 
     def _ask(self, call: str, tensors: Mapping[str, Tensor] | None = None, **options: object) -> dict[str, Any]:
         self._finish()
         return self._wire.received(self._wire.send(call, tensors or {}, options))
 
     def _finish(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
+        last, self._last = self._last, []
+        for future in last:
+            self._wire.received(future)

@@ -73,7 +73,8 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
     from hf_dist.hf.remote_model import stand_in
 
     layout = role_layout(roles[role])
-    made = stand_in(where, role, roles[role].model, axes_of(_asking, where.role.size), _dtype_of(layout))
+    axes, seconds = axes_of(_asking, where.role.size), _asking.hf_dist.stall_report_seconds
+    made = stand_in(where, role, roles[role].model, axes, dtype=_dtype_of(layout), tells_after=seconds)
     if trains:
         if layout.optimizer is None:
             path, fix = (

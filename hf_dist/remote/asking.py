@@ -8,12 +8,14 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
+from hf_dist.dist.excepthook import print_error
 from hf_dist.dist.link import Link, Message
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
 from hf_dist.dist.roles import Place
@@ -27,10 +29,10 @@ _FAREWELL = 60.0
 """Seconds in which a role takes the last word."""
 
 
-def asker_of(place: Place, role: str, student: int, students: int) -> Asker:
-    """The one end of this process towards `role`. `student`: this rank's data rank, of `students`."""
+def asker_of(place: Place, role: str, student: int, students: int, tells_after: float = 0.0) -> Asker:
+    """The one end of this process towards `role`. `student`: this rank's data rank, of `students`; `tells_after`: see there."""
     if role not in _askers:
-        _askers[role] = Asker(place, role, student, students)
+        _askers[role] = Asker(place, role, student, students, tells_after=tells_after)
     return _askers[role]
 
 
@@ -38,10 +40,19 @@ class Asker:
     """Every data rank of the asking role has one, and all make the same calls in the same order."""
 
     def __init__(
-        self, place: Place, role: str, student: int, students: int, timeout: timedelta = DEFAULT_TIMEOUT
+        self,
+        place: Place,
+        role: str,
+        student: int,
+        students: int,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        tells_after: float = 0.0,
     ) -> None:
+        """`timeout`: of an answer; `tells_after`: seconds after which a rank that waits says so, ever rarer; 0: never."""
         self.role = role
         self._place, self._student, self._students, self._timeout = place, student, students, timeout
+        self._tells_after = tells_after
         self._link: Link | None = None
         self._waiting: SimpleQueue[tuple[Future[Message], Mapping[str, object], Sequence[Tensor]] | None] = (
             SimpleQueue()
@@ -67,6 +78,22 @@ class Asker:
         future: Future[Message] = Future()
         self._waiting.put((future, header, [t.detach() for t in tensors.values()]))
         return future, number
+
+    def wait(self, future: Future[Message]) -> Message:
+        """The answer. Raises `RemoteError` if the role has raised, has ended, or does not answer in time."""
+        waited, pause = 0.0, self._tells_after
+        while True:
+            try:
+                return future.result(pause or None)
+            except FutureTimeout:
+                if future.done():
+                    raise
+            waited, pause = waited + pause, waited + pause
+            me, calls = f"{self._place.role.name} rank {self._place.rank}", f"call {self._calls}"
+            print_error(
+                f"hf_dist: {me} has waited {waited:.0f} s for role {self.role} to answer {calls}; it gives up after "
+                f"{self._timeout.total_seconds():.0f} s"
+            )
 
     def _run(self) -> None:
         """Of the thread: one call after another; after an error of the link, every call has that error."""

@@ -7,14 +7,16 @@ import functools
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from hf_dist.dist import roles
+from hf_dist.remote import asking
 
 
-def _asks(act: Callable[[str], None], folder: str) -> None:
+def _asks(act: Callable[[str], None], folder: str, waits: timedelta | None = None) -> None:
     """Four calls; `act` is called before the third, on rank 1 of the trainer. The teacher leaves its process number."""
     from hf_dist import DistAccelerator, remote_model
     from tests.remote.jobs import with_teacher
@@ -22,6 +24,8 @@ def _asks(act: Callable[[str], None], folder: str) -> None:
     (Path(folder) / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     sections = with_teacher(str(Path(folder).parent), 1, {"hf_dist": {"stall_report_seconds": 2}})
     sections["hf_dist"]["stall_report_seconds"] = 2
+    if waits is not None:
+        asking.Asker.__init__.__kwdefaults__["timeout"] = waits
     accelerator = DistAccelerator(dist_config={"zero_optimization": {"stage": 3}, **sections})
     teacher = remote_model("teacher")
     for step in range(4):
@@ -42,6 +46,11 @@ def _kills_the_teacher(folder: str) -> None:
     os.kill(int((Path(folder) / "pid2").read_text()), signal.SIGKILL)
 
 
+def _stops_the_teacher(folder: str) -> None:
+    """With a time-out of seconds in place of half an hour."""
+    os.kill(int((Path(folder) / "pid2").read_text()), signal.SIGSTOP)
+
+
 def _raises(folder: str) -> None:
     raise KeyError("of the script")
 
@@ -54,6 +63,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "nothing_wrong": functools.partial(_asks, lambda folder: None),
     "no_token": functools.partial(_asks, _asks_for_no_token),
     "teacher_killed": functools.partial(_asks, _kills_the_teacher),
+    "teacher_stopped": functools.partial(_asks, _stops_the_teacher, waits=timedelta(seconds=9)),
     "trainer_raises": functools.partial(_asks, _raises),
     "trainer_killed": functools.partial(_asks, _is_killed),
 }
