@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dist.hf.accelerator import DistAccelerator
     from hf_dist.hf.args import DistArgsMixin, DistTrainingArguments
     from hf_dist.hf.loading import from_pretrained
+    from hf_dist.hf.remote_call import remote_call
     from hf_dist.hf.remote_loss import remote_loss
     from hf_dist.hf.roles import remote_model
     from hf_dist.hf.seq2seq import DistSeq2SeqTrainer, DistSeq2SeqTrainingArguments
@@ -33,6 +34,7 @@ __all__ = [
     "full_shape",
     "gathered",
     "initialize",
+    "remote_call",
     "remote_loss",
     "remote_model",
     "unprepare",
@@ -54,6 +56,7 @@ _WHERE = {
     "full_shape": "hf_dist.sharding.full_params",
     "gathered": "hf_dist.sharding.full_params",
     "initialize": "hf_dist.engine.build",
+    "remote_call": "hf_dist.hf.remote_call",
     "remote_loss": "hf_dist.hf.remote_loss",
     "remote_model": "hf_dist.hf.roles",
     "unprepare": "hf_dist.engine.unprepare",

@@ -17,7 +17,7 @@ _EXAMPLE = 'Write {"trainer": {"ranks": "rest"}, "teacher": {"ranks": 2, "model"
 
 
 class RoleConfig(BaseModel):
-    """One role. The one without a model is the trainer: it runs the script."""
+    """One role. The one with neither model nor functions is the trainer: it runs the script."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,8 +27,15 @@ class RoleConfig(BaseModel):
     """A folder or hub ID with the model that the role serves."""
     config: str | dict[str, Any] | None = None
     """The layout of the role: a file or an object of this schema. None: ZeRO-3. With an `optimizer`, if the role trains."""
+    functions: tuple[str, ...] = ()
+    """What `hf_dist.remote_call` may run there: "module:function", or "module" for all of its functions."""
     clip: Literal["joint", "own"] = "joint"
     """Of a role that trains: whether its gradient is clipped by one norm over all roles, or by its own, as `config` says."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it runs the script."""
+        return not self.model and not self.functions
 
 
 _ROLE: accepts.JsonSchema = {
@@ -37,6 +44,7 @@ _ROLE: accepts.JsonSchema = {
         "ranks": {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "rest"}]},
         "model": {"type": "string"},
         "config": {"type": ["string", "object", "null"]},
+        "functions": {"type": "array", "items": {"type": "string"}},
         "clip": {"enum": ["joint", "own"]},
     },
     "required": ["ranks"],
@@ -57,12 +65,14 @@ def roles_of(value: object) -> dict[str, RoleConfig]:
     if not isinstance(value, Mapping) or len(value) < 2:
         raise BadValue("is not an object with at least two roles", _EXAMPLE)
     found = {str(name): _role(str(name), section) for name, section in value.items()}
-    askers = [name for name, role in found.items() if not role.model]
+    askers = [name for name, role in found.items() if role.asks]
     if len(askers) != 1:
         what = (
-            f"has {len(askers)} roles without a model ({', '.join(askers)})" if askers else "has a model in every role"
+            f"has {len(askers)} roles with neither model nor functions ({', '.join(askers)})"
+            if askers
+            else "has a model or functions in every role"
         )
-        raise BadValue(f"{what}; one, the trainer, has none and runs the script", _EXAMPLE)
+        raise BadValue(f"{what}; one, the trainer, has neither and runs the script", _EXAMPLE)
     return found
 
 
@@ -83,14 +93,16 @@ def _role(name: str, section: object) -> RoleConfig:
         raise BadValue(
             f"has a {name} whose model is no path, or whose config is neither a path nor an object", _EXAMPLE
         )
+    functions = section.get("functions", ())
+    if not isinstance(functions, list | tuple) or not all(isinstance(each, str) for each in functions):
+        raise BadValue(f"has {name}.functions: {functions!r}, which is no list of names", _EXAMPLE)
     clip = section.get("clip", "joint")
     if clip not in ("joint", "own"):
         raise BadValue(f'has {name}.clip: {clip!r}, which is neither "joint" nor "own"', _EXAMPLE)
-    return RoleConfig(
-        ranks=ranks, model=model, clip=clip, config=dict(config) if isinstance(config, Mapping) else config
-    )
+    layout = dict(config) if isinstance(config, Mapping) else config
+    return RoleConfig(ranks=ranks, model=model, functions=tuple(functions), clip=clip, config=layout)
 
 
 def asking_role(roles: Mapping[str, RoleConfig]) -> str:
     """The name of the role that runs the script."""
-    return next(name for name, role in roles.items() if not role.model)
+    return next(name for name, role in roles.items() if role.asks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hf_dist.engine.engine import Engine
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.remote_call import know_mesh
 from hf_dist.hf.remote_model import RemoteModel
 
 __all__ = ["connect_prepared", "connect_roles"]
@@ -13,6 +14,7 @@ __all__ = ["connect_prepared", "connect_roles"]
 
 def connect_roles(engine: Engine) -> None:
     """Let the optimizer step of `engine` step the roles that train within its model, too. A change after a build."""
+    know_mesh(engine.mesh)
     inside = [module for module in engine.model.modules() if isinstance(module, RemoteModel)]
     for module in inside:
         module.bind(engine.mesh)

@@ -289,7 +289,7 @@ def stand_in(
             delattr(whole, child)
     with_generation = getattr(whole, "generation_config", None) is not None
     whole.__dict__.update(
-        _asker=asker_of(place, role, axes.coordinate("data", place.rank), axes.size("data"), tells_after),
+        _asker=asker_of(place, role, axes, tells_after),
         _shares_rows=axes.size("batch") > 1,
         _mesh=None,
         _device=torch.device("cpu"),

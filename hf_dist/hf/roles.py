@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hf_dist.config import DistConfig, axes_of
-from hf_dist.config.roles import asking_role, roles_of
+from hf_dist.config.roles import RoleConfig, asking_role, roles_of
 from hf_dist.dist import excepthook
 from hf_dist.dist.mesh import leave_job
-from hf_dist.dist.roles import divide, place
+from hf_dist.dist.roles import Place, divide, place
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.log import say_once
 from hf_dist.planning.role_parts import role_layout
@@ -36,14 +36,32 @@ def enter(config: DistConfig) -> None:
     if where.role.name == asking_role(roles):
         _asking = config
         return
-    from hf_dist.hf.serving_model import serve_model
+    from hf_dist.hf.serving_model import serve_role
 
     role = roles[where.role.name]
-    count = serve_model(where, role.model, role_layout(role))
+    count = serve_role(where, role, role_layout(role))
     if where.rank == 0:
         say_once(f"role {where.role.name}: answered {count} calls; the trainer has ended")
     leave_job()
     sys.exit(0)
+
+
+def asking_config(role: str) -> tuple[dict[str, RoleConfig], Place, DistConfig]:
+    """The roles, this process's place, and the trainer's config, for a call of `role`. Raises `ConfigError` without it."""
+    where = place()
+    if where is None or _asking is None:
+        raise ConfigError(
+            Problem(
+                "hf_dist.roles", "", f"is missing, so there is no role {role!r}",
+                'Add it to the JSON: "hf_dist": {"roles": {"trainer": {"ranks": "rest"}, "' + role + '": {"ranks": 1, "model": '
+                '"path"}}}, and create the DistTrainingArguments (or DistAccelerator) before this call.',
+            )
+        )  # fmt: skip
+    roles = roles_of(_asking.hf_dist.roles)
+    if role not in roles or role == where.role.name:
+        others = ", ".join(name for name in roles if name != where.role.name)
+        raise ConfigError(Problem("hf_dist.roles", repr(role), f"is none of the other roles, which are {others}", ""))
+    return roles, where, _asking
 
 
 def remote_model(role: str, *, trains: bool = False) -> Any:
@@ -55,17 +73,8 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
     whenever the optimizer here steps. It is a part of the model that is trained here, or prepared beside it.
     Raises `ConfigError` if the config names no such role, or one without an optimizer is to train.
     """
-    where = place()
-    if where is None or _asking is None:
-        raise ConfigError(
-            Problem(
-                "hf_dist.roles", "", f"is missing, so there is no role {role!r}",
-                'Add it to the JSON: "hf_dist": {"roles": {"trainer": {"ranks": "rest"}, "' + role + '": {"ranks": 1, "model": '
-                '"path"}}}, and create the DistTrainingArguments (or DistAccelerator) before this call.',
-            )
-        )  # fmt: skip
-    roles = roles_of(_asking.hf_dist.roles)
-    if role not in roles or not roles[role].model:
+    roles, where, config = asking_config(role)
+    if not roles[role].model:
         served = [name for name, each in roles.items() if each.model]
         raise ConfigError(
             Problem("hf_dist.roles", repr(role), f"is no role with a model; those are {', '.join(served)}", "")
@@ -73,7 +82,7 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
     from hf_dist.hf.remote_model import stand_in
 
     layout = role_layout(roles[role])
-    axes, seconds = axes_of(_asking, where.role.size), _asking.hf_dist.stall_report_seconds
+    axes, seconds = axes_of(config, where.role.size), config.hf_dist.stall_report_seconds
     made = stand_in(where, role, roles[role].model, axes, dtype=_dtype_of(layout), tells_after=seconds)
     if trains:
         if layout.optimizer is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dist.config import BatchSizes, DistConfig, resolve_without_trainer
+from hf_dist.config.roles import RoleConfig
 from hf_dist.dist import collectives
 from hf_dist.dist.link import Message
 from hf_dist.dist.roles import Place
@@ -19,18 +20,24 @@ from hf_dist.errors import ModelError
 from hf_dist.hf.loading import from_pretrained
 from hf_dist.hf.model_class import architecture_of, model_class, model_config
 from hf_dist.hf.serving_training import Training, arguments_of, fields_of, in_mode
+from hf_dist.remote.functions import Functions
 from hf_dist.remote.outputs import packed
 from hf_dist.remote.serving import Call, Calls, Server, serve
 from hf_dist.sharding.full_params import gathered
 
-__all__ = ["serve_model"]
+__all__ = ["serve_role"]
 
 
-def serve_model(place: Place, folder: str, config: DistConfig) -> int:
-    """Serve the model of `folder` in the layout `config` until the trainer has ended. Every rank of the role calls it.
+def serve_role(place: Place, role: RoleConfig, config: DistConfig) -> int:
+    """Serve the role's model in the layout `config`, and its functions, until the trainer has ended. Every rank calls it.
 
     Returns how many calls were answered.
     """
+    if not role.model:
+        mesh = mesh_for(config)
+        functions = Functions(mesh, role.functions, place.role.name)
+        return serve(Server(place, mesh), functions.calls, functions.release)
+    folder = role.model
     name = (
         architecture_of(model_config(folder, said_by=f"hf_dist.roles.{place.role.name}.model"))
         or "AutoModelForCausalLM"
@@ -39,8 +46,8 @@ def serve_model(place: Place, folder: str, config: DistConfig) -> int:
     model.config.use_cache = False  # no answer has one
     mesh = mesh_for(config, model=model)
     config = resolve_without_trainer(config, data_ranks=mesh.data.size, on_gpu=mesh.device.type == "cuda")
-    server = Server(place, mesh)
-    return serve(server, _Served(model, config, server).calls)
+    server, functions = Server(place, mesh), Functions(mesh, role.functions, place.role.name)
+    return serve(server, {**_Served(model, config, server).calls, **functions.calls}, functions.release)
 
 
 class _Served:

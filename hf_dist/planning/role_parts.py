@@ -24,7 +24,7 @@ class Part:
     ranks: int
     config: DistConfig
     model: str | None
-    """What a role serves; None for the one that runs the script."""
+    """What a role serves, "" for functions only; None for the one that runs the script."""
 
     @property
     def title(self) -> str:
@@ -56,6 +56,6 @@ def parts_of(config: DistConfig, world: int) -> list[Part]:
         for name in sorted(roles, key=lambda name: name != asker):
             role, place = roles[name], places[name]
             own = config if name == asker else role_layout(role)
-            yield Part(name, place.first, place.size, own, role.model or None)
+            yield Part(name, place.first, place.size, own, None if name == asker else role.model)
 
     return list(found())

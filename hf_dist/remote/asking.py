@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_dist.dist.axes import Axes
 from hf_dist.dist.excepthook import print_error
 from hf_dist.dist.link import Link, Message
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
@@ -29,10 +30,12 @@ _FAREWELL = 60.0
 """Seconds in which a role takes the last word."""
 
 
-def asker_of(place: Place, role: str, student: int, students: int, tells_after: float = 0.0) -> Asker:
-    """The one end of this process towards `role`. `student`: this rank's data rank, of `students`; `tells_after`: see there."""
+def asker_of(place: Place, role: str, axes: Axes, tells_after: float = 0.0) -> Asker:
+    """The one end of this process towards `role`. `axes`: of the asking role; `tells_after`: see `Asker`."""
     if role not in _askers:
-        _askers[role] = Asker(place, role, student, students, tells_after=tells_after)
+        student, students = axes.coordinate("data", place.rank), axes.size("data")
+        leads = axes.coordinate("batch", place.rank) == 0
+        _askers[role] = Asker(place, role, student, students, leads=leads, tells_after=tells_after)
     return _askers[role]
 
 
@@ -46,13 +49,17 @@ class Asker:
         student: int,
         students: int,
         *,
+        leads: bool = True,
         timeout: timedelta = DEFAULT_TIMEOUT,
         tells_after: float = 0.0,
     ) -> None:
-        """`timeout`: of an answer; `tells_after`: seconds after which a rank that waits says so, ever rarer; 0: never."""
+        """`leads`: whether this rank asks for those that share its rows; the others have an end that says nothing.
+
+        `timeout`: of an answer; `tells_after`: seconds after which a rank that waits says so, ever rarer; 0: never."""
         self.role = role
         self._place, self._student, self._students, self._timeout = place, student, students, timeout
         self._tells_after = tells_after
+        self._leads = leads
         self._link: Link | None = None
         self._waiting: SimpleQueue[tuple[Future[Message], Mapping[str, object], Sequence[Tensor]] | None] = (
             SimpleQueue()
@@ -158,6 +165,10 @@ class Asker:
     def close(self) -> None:
         """Tell the role that no call will follow. Idempotent; runs at the end of the process, too."""
         if self._closed:
+            return
+        if not self._leads:
+            self._closed = True
+            self._waiting.put(None)
             return
         last, _ = self.ask(END, {})
         self._closed = True

@@ -45,6 +45,10 @@ Calls = Mapping[str, Callable[[Call], Message]]
 """Name of a call -> what answers it: a header and tensors."""
 
 
+Release = Callable[[Sequence[int]], None]
+"""Frees what calls with these numbers have left."""
+
+
 class Server:
     """This rank's end towards the asking role. Every rank of the serving role has one."""
 
@@ -68,12 +72,12 @@ class Server:
                 for s in self._mine
             }
 
-    def serve_one(self, calls: Calls) -> bool:
+    def serve_one(self, calls: Calls, release: Release | None) -> bool:
         """Take one call of every student and answer all. Whether there may be more. Every rank of the role calls it."""
         for turn in range(self._rounds):
             student = self._mine[turn] if turn < len(self._mine) else None
             header, tensors = self._taken(student)
-            kinds = collectives.all_gather_object(self._mesh.world, _outline(header, tensors))
+            kinds = collectives.all_gather_object(self._mesh.world, _outline(student, header, tensors))
             asked = [kind for kind in kinds if kind is not None]
             if any(kind["call"] == END for kind in asked):
                 return False
@@ -81,6 +85,8 @@ class Server:
                 raise RemoteError(
                     f"the data ranks of the asking role make different calls: {[k['call'] for k in asked]}"
                 )
+            if turn == 0 and release is not None:  # the first data rank that asks is in the first turn
+                release(next(kind["header"]["dropped"] for kind in asked if kind["student"] == 0))
             call = self._call(student, header, tensors, asked[0])
             self._answer(calls, call)
         return True
@@ -125,20 +131,21 @@ class Server:
             self._links[call.student].receive()
 
 
-def _outline(header: Mapping[str, Any] | None, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
+def _outline(student: int | None, header: Mapping[str, Any] | None, tensors: Sequence[Tensor]) -> dict[str, Any] | None:
     """What another rank needs to join in: the call, and one row like those."""
     if header is None:
         return None
     rows = [((1, *t.shape[1:]) if t.dim() else (), t.dtype) for t in tensors]
-    return {"call": header["call"], "header": header, "tensors": rows}
+    return {"student": student, "call": header["call"], "header": header, "tensors": rows}
 
 
-def serve(server: Server, calls: Calls) -> int:
+def serve(server: Server, calls: Calls, release: Release | None = None) -> int:
     """Answer until the asking role has ended. Every rank of the serving role calls it. Returns how many calls were answered.
 
+    `release(numbers)`: frees what these calls have left, because the asking program has dropped it.
     Raises `RemoteError` if the asking role is gone without a word, or its data ranks make different calls.
     """
     count = 0
-    while server.serve_one(calls):
+    while server.serve_one(calls, release):
         count += 1
     return count

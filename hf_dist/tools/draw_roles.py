@@ -26,7 +26,15 @@ def draw_roles(roles: Sequence[tuple[Part, Axes]]) -> Picture:
         colour = _COLOURS[number % len(_COLOURS)]
         picture.words(6, y + 13, part.name, bold=True)
         picture.words(
-            6, y + 13 + _LINE, "runs the script" if part.model is None else "trains" if part.trains else "is frozen"
+            6,
+            y + 13 + _LINE,
+            "runs the script"
+            if part.model is None
+            else "runs functions"
+            if not part.model
+            else "trains"
+            if part.trains
+            else "is frozen",
         )
         for rank in range(part.ranks):
             x = _LEFT + rank * (_CELL + 4)

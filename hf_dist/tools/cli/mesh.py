@@ -56,7 +56,7 @@ def mesh(
     for part in parts:
         if part.title:
             print(f"{part.title}; below, ranks are counted within the role")
-        shown = _show(part, gpus_per_node, part.model or model, seq)
+        shown = _show(part, gpus_per_node, model if part.model is None else part.model or None, seq)
         axes.append(shown[0])
         picture = draw_mesh(*shown)
     if output is not None:

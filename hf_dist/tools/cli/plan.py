@@ -110,7 +110,8 @@ def _plan_config(asked: Asked, config: Path) -> None:
     from hf_dist.planning.positions import positions_of
     from hf_dist.planning.role_parts import parts_of
 
-    trainer, *others = parts_of(load_config(config), asked.world_size)
+    trainer, *rest = parts_of(load_config(config), asked.world_size)
+    others = [part for part in rest if part.model]
     world = trainer.ranks
     limits = _limits(asked.device_memory, asked.host_memory, world)
     meta = meta_model(asked.model)
