@@ -1,6 +1,6 @@
 """How much of a teacher's forward runs beside the student's step: `python -m tests.remote.bench_overlap`.
 
-Both sleep in place of computing, as a GPU would for a host: two cores cannot run four ranks at once, and they can sleep at once.
+Both sleep in place of computing, as a GPU would for a host: two cores cannot run four ranks at once.
 """
 
 from __future__ import annotations

@@ -46,22 +46,33 @@ def with_teacher(folder: str, ranks: int, layout: dict[str, Any]) -> dict[str, A
     return {"hf_dist": {"roles": {"trainer": {"ranks": "rest"}, "teacher": teacher}}}
 
 
-def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Losses, norms, weights and bytes after five steps; None on the teacher's ranks."""
+def prepared(folder: str, config: dict[str, Any]) -> tuple[Any, ...] | None:
+    """(accelerator, student, teacher, optimizer, loader); None on the teacher's ranks, once it has served."""
     torch.manual_seed(0)
     try:
         accelerator = DistAccelerator(dist_config={"train_micro_batch_size_per_gpu": "auto", **config})
     except SystemExit as end:
         assert not end.code, end
         return None
-    remote = "hf_dist" in config
     load = transformers.AutoModelForCausalLM.from_pretrained
     student: Any = load(f"{folder}/student", dtype=torch.float32)
-    teacher: Any = remote_model("teacher") if remote else load(f"{folder}/teacher", dtype=torch.float32)
+    is_remote = "hf_dist" in config
+    teacher: Any = remote_model("teacher") if is_remote else load(f"{folder}/teacher", dtype=torch.float32)
     optimizer: Any = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-3)  # rounding decides no sign
-    loader: Any = DataLoader(rows(STEPS * ROWS), batch_size=ROWS // accelerator.num_processes)  # type: ignore[arg-type]
+    made: Any = rows(STEPS * ROWS)
+    loader: Any = DataLoader(made, batch_size=ROWS // accelerator.num_processes)
     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
     teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    return accelerator, student, teacher, optimizer, loader
+
+
+def distil(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Losses, norms, weights and bytes after five steps; None on the teacher's ranks."""
+    ready = prepared(folder, config)
+    if ready is None:
+        return None
+    accelerator, student, teacher, optimizer, loader = ready
+    remote = "hf_dist" in config
     if remote:
         _is_told_what_does_not_come(teacher)
         _gives_log_probabilities(teacher)

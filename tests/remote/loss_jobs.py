@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
-from hf_dist import DistAccelerator, remote_loss, remote_model
+from hf_dist import remote_loss
 from hf_dist.errors import ModelError
 from hf_dist.memory.loss import divergence
-from tests.remote.jobs import ROWS, STEPS, rows
+from tests.remote.jobs import ROWS, prepared
 
 LONG = 6 * ROWS
 """Tokens of a step, over all ranks."""
@@ -58,25 +56,14 @@ def distil(
     rank: int, world: int, folder: str, config: dict[str, Any], kind: float, temperature: float
 ) -> dict[str, Any] | None:
     """Losses, norms, weights and bytes after five steps; None on the teacher's ranks."""
-    torch.manual_seed(0)
-    try:
-        accelerator = DistAccelerator(dist_config={"train_micro_batch_size_per_gpu": "auto", **config})
-    except SystemExit as end:
-        assert not end.code, end
+    ready = prepared(folder, config)
+    if ready is None:
         return None
-    remote = "hf_dist" in config
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    student: Any = load(f"{folder}/student", dtype=torch.float32)
-    teacher: Any = remote_model("teacher") if remote else load(f"{folder}/teacher", dtype=torch.float32).eval()
-    vocabulary = student.config.vocab_size
-    optimizer: Any = torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-3)  # rounding decides no sign
-    made: Any = rows(STEPS * ROWS)
-    loader: Any = DataLoader(made, batch_size=ROWS // accelerator.num_processes)
-    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    accelerator, student, teacher, optimizer, loader = ready
+    remote, vocabulary = "hf_dist" in config, student.config.vocab_size
     student.train()
     distance = remote_loss(kind, temperature=temperature)
     if remote:
-        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
         divergence.tile_rows = lambda vocabulary: 4  # type: ignore[attr-defined]
     found: dict[str, Any] = {"losses": [], "norms": [], "widest": 0}
     for batch in loader:

@@ -9,8 +9,8 @@ import transformers
 
 from tests.covering import FULL_GRID
 from tests.harness import run_ranks
-from tests.remote.jobs import save_models, with_teacher
-from tests.remote.loss_jobs import LONG, STEPS, distil
+from tests.remote.jobs import STEPS, save_models, with_teacher
+from tests.remote.loss_jobs import LONG, distil
 from tests.sharding.loop import TOLERANCE, difference
 
 ZERO2, ZERO3, TP2 = (

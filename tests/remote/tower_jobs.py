@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hf_dist import DistAccelerator, remote_model
 from tests.parity.families import make_model
+from tests.remote.jobs import rows
 
 STEPS = 5
 ROWS = 4
@@ -85,7 +86,7 @@ def train(rank: int, world: int, folder: str, config: dict[str, Any], how: dict[
     model: Any = WithTower(tower, checkpointed=how.get("checkpointed", False), twice=how.get("twice", False))
     optimizer: Any = torch.optim.AdamW(model.parameters(), **RATE)
     schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    made: Any = _rows(STEPS * ROWS * steps)
+    made: Any = rows(STEPS * ROWS * steps)
     loader: Any = DataLoader(made, batch_size=ROWS // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(schedule)
@@ -159,13 +160,3 @@ def _tower_of(saved: Path, state: dict[str, Tensor], remote: bool) -> dict[str, 
     for file in (saved / "roles" / "tower").glob("*.safetensors"):
         found |= {name: t.float() for name, t in load_file(file).items()}
     return found
-
-
-def _rows(count: int) -> list[dict[str, Tensor]]:
-    made = []
-    for i in range(count):
-        ids = torch.randint(4, 60, (6,), generator=torch.Generator().manual_seed(i))
-        mask = torch.ones(6, dtype=torch.long)
-        mask[4:] = int(bool(i % 3))
-        made.append({"input_ids": ids * mask, "attention_mask": mask})
-    return made
