@@ -165,7 +165,8 @@ class OptimizerStep:
         `begins`: not for a further optimizer of the same step, which is skipped as the first one is.
         """
         # With steps inside of the backward, weights are written before the norm is known: there is nothing left to skip.
-        checks = self._checks_bf16 and self.window.early is None
+        # A role that trains in another precision may overflow: then all skip together.
+        checks = (self._checks_bf16 or bool(self.window.beside)) and self.window.early is None
         if checks and self._skips_on_device(norm):
             flag = (~torch.isfinite(norm)).float()
             if begins:

@@ -96,6 +96,8 @@ class Training:
         wanted = call.options["wanted"]
         inputs = {n: t.detach().requires_grad_() if n in wanted else t for n, t in kept.inputs.items()}
         engine, share = self._engine, self._share / call.options["scale"]
+        if engine.scaler is not None and call.options["scale"] != 1.0:
+            engine.scaler.scale = call.options["scale"]  # both overflow together, as in one process
 
         def step(model: nn.Module, inputs: Any) -> Tensor:
             outputs = flat(_tensors_of(model(**inputs, **kept.arguments)))
@@ -129,6 +131,8 @@ class Training:
         engine, factor = self._engine, call.options["factor"]
         if call.options["skipped"]:
             engine.zero_grad()
+            if engine.scaler is not None:  # where the caller has none, the next window needs a lower scale
+                engine.scaler.update(overflow=True)
             return packed({})
         if factor is None:
             most = engine.config.gradient_clipping

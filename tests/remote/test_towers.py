@@ -29,9 +29,19 @@ HOW: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": True},
     "twice": {"twice": True},
     "no clipping": {"clip": 1e9},
+    "bf16": {"half": {"bf16": {"enabled": True}}},
+    "fp16, skipped steps": {"half": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
 }
-FEW = [("zero3 of 2 beside tp 2", "accumulation"), ("zero2 of 2 beside pp 2", "twice"), ("1 beside 1", "checkpointed")]
-GRID = [(case, how) for case in CASES for how in HOW]
+HALF = ("bf16", "fp16, skipped steps")
+"""Compared where both roles have the layout of one process: others round differently."""
+FEW = [
+    ("1 beside 1", "bf16"),
+    ("1 beside 1", HALF[1]),
+    ("zero3 of 2 beside tp 2", "accumulation"),
+    ("zero2 of 2 beside pp 2", "twice"),
+    ("1 beside 1", "checkpointed"),
+]
+GRID = [(case, how) for case in CASES for how in HOW if case == "1 beside 1" or how not in HALF]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +57,7 @@ _alone: dict[str, dict[str, Any]] = {}
 def alone(folder: str, how: str) -> dict[str, Any]:
     """One process with the tower inside."""
     if how not in _alone:
-        _alone[how] = run_ranks(train, 1, (folder, ZERO2, HOW[how]))[0]
+        _alone[how] = run_ranks(train, 1, (folder, {**ZERO2, **HOW[how].get("half", {})}, HOW[how]))[0]
     return _alone[how]
 
 
@@ -63,7 +73,8 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("case", "how"), GRID if FULL_GRID else FEW)
 def test_equals_one_process_with_the_tower_inside(case: str, how: str, folder: str) -> None:
     ranks, layout, served, towers = CASES[case]
-    config = {**layout, **with_tower(folder, served, towers)}
+    half = HOW[how].get("half", {})
+    config = {**layout, **half, **with_tower(folder, served, {**towers, **half})}
     found = run_ranks(train, ranks + served, (folder, config, HOW[how]))
     assert found[ranks:] == [None] * served
     assert len(found[0]["norms"]) == STEPS
