@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor
@@ -46,7 +47,9 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": ids, "labels": labels, "pixel_values": torch.randn(3, 4, 4, generator=made)}
 
 
-def train(rank: int, world: int, folder: str, config: dict[str, Any], trains: bool) -> dict[str, Any] | None:
+def train(
+    rank: int, world: int, folder: str, config: dict[str, Any], trains: bool, adapters: bool = False
+) -> dict[str, Any] | None:
     """Losses, norms and weights of five steps of the Trainer; None on the tower's ranks."""
     remote = "hf_dist" in config
     trainers = world - config["hf_dist"]["roles"]["tower"]["ranks"] if remote else world
@@ -73,18 +76,21 @@ def train(rank: int, world: int, folder: str, config: dict[str, Any], trains: bo
         model.model.vision_tower = remote_model("tower", trains=trains)
     elif not trains:
         model.model.vision_tower.requires_grad_(False)
+    tower = model.model.vision_tower
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*language_model.*(q|v)_proj", r=4))
     trainer = DistTrainer(model=model, args=args, train_dataset=Rows())
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     state = trainer.accelerator.get_state_dict(model)
     weights = {n: t.float().clone() for n, t in state.items() if "vision_tower" not in n}
     if remote:
-        model.model.vision_tower._asker.close()
+        tower._asker.close()
     saved = Path(args.output_dir) / f"checkpoint-{STEPS}"
     return {
         "losses": [entry["loss"] for entry in logs],
         "norms": [entry["grad_norm"] for entry in logs],
         "weights": weights if rank == 0 else {},
-        "held": sum(p.numel() for p in model.model.vision_tower.parameters()),
+        "held": sum(p.numel() for p in tower.parameters()),
         "tower saved": (saved / "roles" / "tower" / "config.json").exists(),
     }
