@@ -21,13 +21,14 @@ from hf_dist.remote.values import decoded, encoded
 
 __all__ = ["Reference", "know_mesh", "remote_call"]
 
-_mesh: ParallelMesh | None = None
+_known: weakref.ref[ParallelMesh] | None = None
+"""Of the last engine; it dies with its Trainer."""
 
 
 def know_mesh(mesh: ParallelMesh) -> None:
     """Tell which ranks read the same rows as this one. Local."""
-    global _mesh
-    _mesh = mesh
+    global _known
+    _known = weakref.ref(mesh)
 
 
 def remote_call(role: str, function: str | Callable[..., Any], *arguments: Any, **named: Any) -> Reference:
@@ -46,11 +47,11 @@ def remote_call(role: str, function: str | Callable[..., Any], *arguments: Any, 
                     f'Add "{name}" to it.')
         )  # fmt: skip
     axes = axes_of(config, place.role.size)
-    shares = axes.size("batch") > 1
-    if shares and _mesh is None:
+    shares, mesh = axes.size("batch") > 1, None if _known is None else _known()
+    if shares and mesh is None:
         raise ModelError("remote_call: ranks share rows, so prepare a model first: the ranks then know their groups")
     asker = asker_of(place, role, axes, config.hf_dist.stall_report_seconds)
-    ends = _Ends(asker, place.roles[role].size, _mesh if shares else None)
+    ends = _Ends(asker, place.roles[role].size, mesh if shares else None)
     tensors: list[Tensor] = []
     options = {
         "function": name,
