@@ -217,3 +217,17 @@ def test_the_doctor_tells_what_starts_a_yaml_that_says_deepspeed(
     assert doctor.launcher_notes() == []
     (tmp_path / "default.yaml").write_text("{[")
     assert doctor.launcher_notes() == []
+
+
+@pytest.mark.parametrize("by", ["yaml", "option", "default"])
+def test_launch_refuses_what_would_start_without_a_layout_of_hf_dist(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n" if by != "option" else "num_processes: 2\n"
+    )
+    words = ["--config_file", str(file)] if by != "default" else []
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(file))
+    with pytest.raises(ConfigError, match=r"hf_dist reads no layout from it.* -m hf_dist.run --config"):
+        launch.launch([*words, *(["--use_fsdp"] if by == "option" else []), "train.py"])

@@ -19,6 +19,7 @@ from rich.console import Console
 from hf_dist.dist.launch import detect_launch
 from hf_dist.format_bytes import size_text
 from hf_dist.tools.cli.env import PACKAGES, devices, launch_variables, table, versions
+from hf_dist.tools.cli.launch import distributed_type
 from hf_dist.version import untested
 
 __all__ = ["KNOWN_BAD", "doctor", "launcher_notes", "version_problems"]
@@ -76,14 +77,9 @@ def launcher_notes() -> list[str]:
     """What starts a job whose YAML, accelerate's default one, asks for a package that is not here."""
     from accelerate.commands.config import config_args
     from accelerate.utils import is_deepspeed_available
-    from yaml import YAMLError, safe_load
 
     path = Path(config_args.default_config_file)
-    try:
-        said = safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, YAMLError):  # none, or one that accelerate refuses by itself
-        return []
-    asked = said.get("distributed_type") if isinstance(said, dict) else None
+    asked = distributed_type(path)
     if asked == "DEEPSPEED" and not is_deepspeed_available():
         return [
             f"{path} says DEEPSPEED: `accelerate launch` ends with 'DeepSpeed is not installed' before a script starts. "

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +22,7 @@ from hf_dist.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from argparse import Namespace
 
-__all__ = ["SETTINGS", "launch"]
+__all__ = ["SETTINGS", "distributed_type", "launch"]
 
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings of the command: every word belongs to accelerate or the script."""
@@ -92,10 +93,32 @@ def _launch_with_torchrun(arguments: Namespace) -> None:
         multi_gpu_launcher(arguments)
 
 
+def distributed_type(path: Path) -> str | None:
+    """What a YAML of accelerate asks for, such as "FSDP"; None if there is none, or accelerate refuses it by itself."""
+    from yaml import YAMLError, safe_load
+
+    try:
+        said = safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, YAMLError):
+        return None
+    found = said.get("distributed_type") if isinstance(said, dict) else None
+    return None if found is None else str(found)
+
+
 def _refuse(arguments: Namespace) -> None:
     """Refuse options that would start the script without its configuration, or not at all."""
     if arguments.no_python:
         raise ConfigError(Problem("--no_python", "true", "is no Python script", "Name a script, or -m and a module."))
+    from accelerate.commands.config import config_args
+
+    path = Path(arguments.config_file or config_args.default_config_file)
+    if arguments.use_fsdp or distributed_type(path) == "FSDP":
+        where, said = ("--use_fsdp", "true") if arguments.use_fsdp else (f"{path}: distributed_type", "FSDP")
+        fix = (
+            f"Take its settings over: `hf-dist config convert {path} --output mine.json`. Write distributed_type: MULTI_GPU "
+            "into it, and put -m hf_dist.run --config mine.json before the script."
+        )
+        raise ConfigError(Problem(where, said, "starts accelerate's own FSDP: hf_dist reads no layout from it", fix))
     if arguments.cpu:
         fix = "Leave it out: without accelerators the processes use the CPU, elsewhere ACCELERATE_USE_CPU=true asks for it."
         raise ConfigError(Problem("--cpu", "true", "makes accelerate drop the rest of its configuration", fix))
