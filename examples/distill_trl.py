@@ -1,6 +1,6 @@
 """Distillation with TRL, its trainer unmodified; the teacher is on two other ranks, in a layout of its own.
 
-    python examples/distill_trl.py --prepare_models
+    python examples/distill_trl.py --prepare_models runs/distill
     torchrun --nproc_per_node 4 -m hf_dist.run --config configs/roles.json examples/distill_trl.py
 
 `configs/roles.json` divides the four processes: two train the student with ZeRO-3, two hold half of each of the teacher's
@@ -60,6 +60,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--prepare_models" in sys.argv:
-        write_models(START)
+        write_models(Path(*sys.argv[2:] or [START]))
     else:
         main()

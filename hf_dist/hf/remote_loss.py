@@ -58,7 +58,8 @@ class RemoteLoss:
         """The divergence per token, 0D. Every rank of the trainer calls it, in place of the student's forward.
 
         `student`: a prepared model with a linear head; `teacher`: of the same vocabulary, `hf_dist.remote_model(...)` or a
-        frozen model here. `labels` [rows, tokens] (default: `batch["labels"]`, else the unpadded tokens): -100 has no loss;
+        frozen model here whose head is whole between forwards. `labels` [rows, tokens] (default: `batch["labels"]`, else the
+        unpadded tokens): -100 has no loss;
         the label at a place belongs to the logits before it, as in a language model's loss. `count`: tokens to divide by
         (default: those with a loss here). No tensor of tokens x vocabulary exists: what crosses is one vector per token,
         and the teacher's head once. Raises `ModelError` for other vocabularies, and where the head's input is not whole here.

@@ -25,6 +25,7 @@ from hf_dist.hf.model_class import architecture_of, model_config, new_model
 from hf_dist.hf.remote_training import KeptCall, TrainedRole, through_autograd
 from hf_dist.remote.asking import Asker, asker_of
 from hf_dist.remote.outputs import LEFT_OUT, unpacked
+from hf_dist.remote.routes import SEED
 
 __all__ = ["Answer", "RemoteModel", "stand_in"]
 
@@ -119,7 +120,7 @@ class RemoteModel(PreTrainedModel):
         """Like the model's own; the role computes it. With gradients if the role trains and torch records them."""
         return_dict = kwargs.pop("return_dict", None)
         # Drawn here, so that activation checkpointing, which restores this generator, gets the same dropout again.
-        how = {"seed": int(torch.randint(1 << 62, ()))} if self.training else {}
+        how = {SEED: int(torch.randint(1 << 62, ()))} if self.training else {}
         if self.trains and torch.is_grad_enabled():
             answer = self._ask_with_gradients(args, {**kwargs, **how})
         else:

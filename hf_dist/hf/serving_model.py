@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,13 @@ def serve_role(place: Place, role: RoleConfig, config: DistConfig) -> int:
     mesh = mesh_for(config, model=model)
     config = resolve_without_trainer(config, data_ranks=mesh.data.size, on_gpu=mesh.device.type == "cuda")
     server, functions = Server(place, mesh), Functions(mesh, role.functions, place.role.name)
-    return serve(server, {**_Served(model, config, server).calls, **functions.calls}, functions.release)
+    served = _Served(model, config, server)
+
+    def release(student: int, numbers: Sequence[int]) -> None:
+        served.training.release(student, numbers)
+        functions.release(student, numbers)
+
+    return serve(server, {**served.calls, **functions.calls}, release)
 
 
 class _Served:
@@ -57,13 +63,13 @@ class _Served:
         self._built: Engine | None = None
         self._example: Call | None = None
         """The last call of `hidden`, with which the head is tried."""
-        self._training = Training(self._trained_engine, self._mesh, server.students)
+        self.training = Training(self._trained_engine, self._mesh, server.students)
 
     @property
     def calls(self) -> Calls:
         """What the role answers. Every rank of the role makes each call."""
         frozen = {"forward": self.forward, "hidden": self.hidden, "log_probs": self.log_probs, "head": self.head}
-        return {**frozen, **self._training.calls}
+        return {**frozen, **self.training.calls}
 
     def _engine(self, inputs: Mapping[str, Any], *, trainable: bool = False) -> Engine:
         """The model's engine; the first call makes it, because its inputs are the example for pipeline stages."""

@@ -7,7 +7,7 @@ So every layout trains by the one window of the engine, and no graph is kept bet
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_dist.engine.engine import Engine
 from hf_dist.errors import ModelError
 from hf_dist.optim.clip import clip_coefficient
 from hf_dist.remote.outputs import flat, packed
+from hf_dist.remote.routes import SEED
 from hf_dist.remote.serving import Call, Calls
 
 __all__ = ["Training", "arguments_of", "fields_of", "in_mode"]
@@ -70,7 +71,6 @@ class Training:
 
     def forward(self, call: Call) -> Message:
         """A forward in training mode, without a graph; its inputs are kept until the caller has dropped the call."""
-        self._forget(call)
         arguments, seed = arguments_of(call)
         engine = self._with_rates({**call.tensors, **arguments})
         kept = _Kept(call.tensors, arguments, seed)
@@ -82,14 +82,12 @@ class Training:
 
     def evaluate(self, call: Call) -> Message:
         """A forward that no backward follows."""
-        self._forget(call)
         arguments, seed = arguments_of(call)
         engine = self._with_rates({**call.tensors, **arguments})
         return packed(_evaluated(engine, call.tensors, arguments, seed))
 
     def backward(self, call: Call) -> Message:
         """Add the gradient of a forward to the window; the gradients of its inputs."""
-        self._forget(call)
         kept = self._kept[call.student, call.options["of"]] if call.counts else self._joining
         assert kept is not None, "a rank that joins in a backward has joined in its forward"
         grads = {int(name): grad for name, grad in call.tensors.items()} if call.counts else {}
@@ -122,12 +120,10 @@ class Training:
 
     def norm(self, call: Call) -> Message:
         """`squared`: of the window's gradient, over all ranks of the role."""
-        self._forget(call)
         return packed({"squared": self._engine.clip_grad_norm(0.0).double().square().cpu()})
 
     def step(self, call: Call) -> Message:
         """Multiply the gradient by `factor` (None: clip it by its own norm, as the role's config says) and step."""
-        self._forget(call)
         engine, factor = self._engine, call.options["factor"]
         if call.options["skipped"]:
             engine.zero_grad()
@@ -149,26 +145,24 @@ class Training:
 
     def drop(self, call: Call) -> Message:
         """Abandon the window."""
-        self._forget(call)
         self._engine.zero_grad()
         return packed({})
 
     def save(self, call: Call) -> Message:
         """Write a Hugging Face model with training state; returns when it is complete."""
-        self._forget(call)
         self._engine.save_checkpoint(call.options["folder"])
         self._engine.writer.wait()
         return packed({})
 
     def load(self, call: Call) -> Message:
         """Restore a folder that `save` has written."""
-        self._forget(call)
         self._with_rates({}).load_checkpoint(call.options["folder"], weights_only=call.options["weights_only"])
         return packed({})
 
-    def _forget(self, call: Call) -> None:
-        for number in call.dropped if call.counts else ():
-            self._kept.pop((call.student, number), None)
+    def release(self, student: int, numbers: Sequence[int]) -> None:
+        """Forget the inputs of these forwards of a data rank: no backward will come. Local."""
+        for number in numbers:
+            self._kept.pop((student, number), None)
 
     def _with_rates(self, inputs: Mapping[str, Any]) -> Engine:
         if self._built is None:
@@ -180,7 +174,7 @@ class Training:
 def arguments_of(call: Call) -> tuple[dict[str, Any], int | None]:
     """The plain arguments of the model, and the seed of a call in training mode, which differs between students."""
     arguments = dict(call.options)
-    seed = arguments.pop("seed", None)
+    seed = arguments.pop(SEED, None)
     return arguments, None if seed is None else (seed + call.student + 1) % (1 << 63)
 
 

@@ -49,9 +49,9 @@ class Functions:
         """Name -> what answers it. Every rank of the role makes each call."""
         return {"call": self.call, "value": self.value, "free": self.free}
 
-    def release(self, numbers: Sequence[int]) -> None:
-        """Forget what these calls have returned: the program that asks has dropped it. Local."""
-        for number in numbers:
+    def release(self, student: int, numbers: Sequence[int]) -> None:
+        """Forget what these calls have returned. All data ranks make the same calls, so the first one's word counts. Local."""
+        for number in numbers if student == 0 else ():
             self._objects.pop(number, None)
 
     def call(self, call: Call) -> Message:
@@ -98,5 +98,5 @@ class Functions:
 
     def free(self, call: Call) -> Message:
         """Forget a result now."""
-        self.release([call.options["of"]])
+        self._objects.pop(call.options["of"], None)
         return {"value": None}, []

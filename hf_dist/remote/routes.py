@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["END", "failure_of", "rounds", "server_of", "students_of"]
+__all__ = ["END", "SEED", "failure_of", "rounds", "server_of", "students_of"]
 
+SEED = "hf_dist_seed"
+"""The option of a forward in training mode: of its dropout."""
 END = "end"
 """The call after which none follows."""
 

@@ -35,7 +35,6 @@ class Call:
         self.name: str = header["call"]
         self.number: int = header["number"]
         self.options: Mapping[str, Any] = header["options"]
-        self.dropped: Sequence[int] = header["dropped"]
         self.tensors = {name: t.to(device) for name, t in zip(header["names"], tensors, strict=True)}
         self.counts = True
         """Whether somebody waits for the answer; else this rank only joins in the collectives of the others."""
@@ -45,8 +44,8 @@ Calls = Mapping[str, Callable[[Call], Message]]
 """Name of a call -> what answers it: a header and tensors."""
 
 
-Release = Callable[[Sequence[int]], None]
-"""Frees what calls with these numbers have left."""
+Release = Callable[[int, Sequence[int]], None]
+"""Frees what calls of a data rank of the asking role, with these numbers, have left."""
 
 
 class Server:
@@ -72,7 +71,7 @@ class Server:
                 for s in self._mine
             }
 
-    def serve_one(self, calls: Calls, release: Release | None) -> bool:
+    def serve_one(self, calls: Calls, release: Release) -> bool:
         """Take one call of every student and answer all. Whether there may be more. Every rank of the role calls it."""
         for turn in range(self._rounds):
             student = self._mine[turn] if turn < len(self._mine) else None
@@ -85,8 +84,8 @@ class Server:
                 raise RemoteError(
                     f"the data ranks of the asking role make different calls: {[k['call'] for k in asked]}"
                 )
-            if turn == 0 and release is not None:  # the first data rank that asks is in the first turn
-                release(next(kind["header"]["dropped"] for kind in asked if kind["student"] == 0))
+            for kind in asked:  # with whatever call comes next, on every rank
+                release(kind["student"], kind["header"]["dropped"])
             call = self._call(student, header, tensors, asked[0])
             self._answer(calls, call)
         return True
@@ -139,10 +138,10 @@ def _outline(student: int | None, header: Mapping[str, Any] | None, tensors: Seq
     return {"student": student, "call": header["call"], "header": header, "tensors": rows}
 
 
-def serve(server: Server, calls: Calls, release: Release | None = None) -> int:
+def serve(server: Server, calls: Calls, release: Release) -> int:
     """Answer until the asking role has ended. Every rank of the serving role calls it. Returns how many calls were answered.
 
-    `release(numbers)`: frees what these calls have left, because the asking program has dropped it.
+    `release(student, numbers)`: frees what these calls of a data rank have left, because it has dropped that.
     Raises `RemoteError` if the asking role is gone without a word, or its data ranks make different calls.
     """
     count = 0

@@ -103,14 +103,15 @@ def test_long_packed_rows_are_shared_by_two_processes(tmp_path: Path) -> None:
 
 
 def test_a_teacher_on_a_rank_of_its_own_grades_a_student(tmp_path: Path) -> None:
-    """As `configs/roles.json`, with one rank for each role; the models are where the example puts them."""
-    run("examples/distill_trl.py", "--prepare_models")
+    """As `configs/roles.json`, with one rank for each role, and models in a folder of the test."""
+    run("examples/distill_trl.py", "--prepare_models", str(tmp_path))
     config = json.loads((REPO / "configs" / "roles.json").read_text())
-    config["hf_dist"]["roles"]["teacher"] |= {"ranks": 1, "config": {}}
+    config["hf_dist"]["roles"]["teacher"] |= {"ranks": 1, "config": {}, "model": str(tmp_path / "teacher")}
     path = tmp_path / "roles.json"
     path.write_text(json.dumps({**config, "bf16": {"enabled": False}}))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_dist.run"]
     script = ["--config", str(path), "examples/distill_trl.py", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    script += ["--model_name_or_path", str(tmp_path / "student")]
     said = run(*launcher, *script, "--max_steps", "2", "--max_completion_length", "4", "--bf16", "false")
     assert "role teacher: answered" in said and "loss: " in said
     assert "this is trainer, rank 0 of the start; teacher on rank 1" in said

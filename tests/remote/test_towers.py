@@ -93,8 +93,11 @@ def test_resumes_in_another_layout_of_both_roles(folder: str, tmp_path: Path) ->
 
 def test_a_backward_has_the_dropout_of_its_forward_whatever_is_called_between(tmp_path: Path) -> None:
     save_tower(str(tmp_path), dropout=0.5)
-    found = run_ranks(train, 2, (str(tmp_path), {**ZERO2, **with_tower(str(tmp_path), 1, {})}, {"odd": True}))[0]["odd"]
+    config = {**ZERO2, **with_tower(str(tmp_path), 1, {}, functions=["tests.remote.tower_jobs"])}
+    found = run_ranks(train, 2, (str(tmp_path), config, {"odd": True}))[0]["odd"]
     assert found["same seed"] == 0 and found["other seed"] != 0 and found["again"] == 0
+    # Of the three above, and of the loop's last loss, whose graph is still referred to.
+    assert (found["held"], found["left"]) == (4, 1), "forwards whose inputs the role keeps"
     assert found["slope"] == pytest.approx(found["difference"], rel=1e-2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from hf_dist import DistAccelerator, remote_model
+from hf_dist import DistAccelerator, remote_call, remote_model
+from hf_dist.hf.serving_training import Training
 from tests.parity.families import make_model
 from tests.remote.jobs import rows
 
@@ -123,6 +125,11 @@ def train(rank: int, world: int, folder: str, config: dict[str, Any], how: dict[
     return found
 
 
+def held_forwards() -> int:
+    """In the role: how many forwards a backward may follow."""
+    return sum(len(each._kept) for each in gc.get_objects() if isinstance(each, Training))
+
+
 def _odd_orders(model: Any, tower: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Slopes along a direction, by backward and by difference, of a tower with dropout, and what other orders of calls give."""
     embedded = model.embedding(batch["input_ids"]).detach().double()
@@ -140,15 +147,24 @@ def _odd_orders(model: Any, tower: Any, batch: dict[str, Tensor]) -> dict[str, A
     (again,) = torch.autograd.grad(value, moved)
     with torch.no_grad():
         ahead, behind = loss(3e-3)[0], loss(-3e-3)[0]
+    apart = float(other.detach() - ahead)
     kept = float(unused.detach() - value.detach())
-    del unused, value
+    difference = float((ahead - behind) / 6e-3)
+    held = remote_call("tower", f"{__name__}:held_forwards").get()
+    del unused, value, other, ahead, behind
+    gc.collect()
+    left = remote_call(
+        "tower", f"{__name__}:held_forwards"
+    ).get()  # not a call of the model: it carries what was dropped
     optimized = tower.eval()(inputs_embeds=embedded.float(), use_cache=False).last_hidden_state
     return {
         "same seed": kept,
-        "other seed": float(other.detach() - ahead),
+        "other seed": apart,
+        "held": held,
+        "left": left,
         "slope": float((slope.double() * along).sum()),
         "again": float((again - slope).abs().max()),
-        "difference": float((ahead - behind) / 6e-3),
+        "difference": difference,
         "evaluation has a graph": optimized.requires_grad,
     }
 
