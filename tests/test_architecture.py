@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Container, Iterator
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -418,6 +419,13 @@ def test_top_level_holds_only_the_known_names() -> None:
     names = {path.relative_to(REPO).parts[0] for path in repository_files()}
     unknown = sorted(name for name in names - TOP_LEVEL if not name.startswith("."))
     check(unknown, f"The top level holds {sorted(TOP_LEVEL)} and dotfiles: move it, or have git ignore it.")
+
+
+def test_every_folder_with_tests_is_searched(pytestconfig: pytest.Config) -> None:
+    """pytest leaves out folders by their names, in silence; by itself every "dist" and "build"."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {part for path in python_files("tests") for part in path.parent.relative_to(REPO).parts}
+    check([name for name in sorted(folders) if any(fnmatch(name, each) for each in left_out)], "Change norecursedirs.")
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
