@@ -6,6 +6,7 @@
     replica.<number>.optimizer...        the same for each replica that trains alone; the first one uses the plain names
     outer.momentum.<parameter>           interval of the outer momentum of replicas that train alone
     outer.anchor.<parameter>             interval of the start point of a fragment's next outer step, if fragments take turns
+    outer.partial.<parameter>            interval of a server's sum of movements that its momentum does not have yet
     rank.<rank>.<key>                    values of one rank (random state)
 
 No name depends on the layout, so any other layout finds its part.
@@ -35,6 +36,7 @@ from hf_dist.optim.fragment import Fragment
 from hf_dist.optim.optimizers import Optimizers
 from hf_dist.optim.resume_hyperparams import take_options
 from hf_dist.parallel.local_sgd.outer import OuterOptimizer
+from hf_dist.parallel.local_sgd.served import ServedOuter
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -66,7 +68,7 @@ class Stateful(Protocol):
         """What steps this rank's fragments; None without an optimizer."""
 
     @property
-    def outer(self) -> OuterOptimizer | None:
+    def outer(self) -> OuterOptimizer | ServedOuter | None:
         """Of replicas that train alone."""
 
     @property
@@ -194,7 +196,7 @@ def _of_replica(number: int) -> str:
     return f"{_REPLICA}{number}." if number else ""
 
 
-def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
+def _outer_state(outer: OuterOptimizer | ServedOuter, take: Take) -> dict[str, FlatSlice]:
     """The outer momentum, plus the anchors if they differ from the weights (replicas meet before a save)."""
     state = {}
     for kind, group, values_at_rest in outer.states():
@@ -209,12 +211,11 @@ def _outer_state(outer: OuterOptimizer, take: Take) -> dict[str, FlatSlice]:
     return state
 
 
-def _fill_outer(outer: OuterOptimizer, stored: Stored, read: Read) -> None:
+def _fill_outer(outer: OuterOptimizer | ServedOuter, stored: Stored, read: Read) -> None:
     """Fill the outer states of this rank's shards: momentum is zero if not stored, anchors are read all or none. Local."""
-    anchors = {
-        f"{_OUTER}anchor.{s.name}" for kind, group, _ in outer.states() if kind == "anchor" for s in group.layout.slots
-    }
-    for kind, group, at_rest in outer.states():
+    states = list(outer.loading_states())
+    anchors = {f"{_OUTER}anchor.{s.name}" for kind, group, _ in states if kind == "anchor" for s in group.layout.slots}
+    for kind, group, at_rest in states:
         if kind == "anchor" and not anchors <= set(stored):
             continue
         with opened(at_rest, changed=True) as values:

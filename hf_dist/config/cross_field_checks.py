@@ -10,6 +10,7 @@ from hf_dist.config.batch import MICRO, NO_MULTIPLE, STEPS, TRAIN
 from hf_dist.config.curriculum import check_curriculum
 from hf_dist.config.findings import Findings
 from hf_dist.config.refusals import refused
+from hf_dist.config.roles import roles_of
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import is_auto, shown
 
@@ -61,10 +62,14 @@ _NEEDS = (
         "read at stage 3 only",
     ),
     Needs(
-        tuple(f"local_sgd.{key}" for key in ("outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")),
-        lambda config: config.local_sgd.enabled,
+        tuple(
+            f"local_sgd.{key}"
+            for key in ("mode", "outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")
+        ),
+        lambda config: config.local_sgd.every > 0,
         "local_sgd.every is 0",
     ),
+    Needs(("local_sgd.dynamic_steps",), lambda config: config.local_sgd.is_served, 'read with "mode": "server" only'),
     Needs(("local_sgd.mix",), lambda config: config.local_sgd.streams, 'read with "fragments" or "overlap" only'),
     Needs(("local_sgd.nesterov",), lambda config: config.local_sgd.outer_momentum > 0, "outer_momentum is 0"),
     Needs(("hf_dist.memory_budget",), lambda config: config.zero_optimization.stage == 3, "read at stage 3 only"),
@@ -172,6 +177,7 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     _check_offload(config, findings, wrong)
     _check_partition(config, findings)
     _check_intervals(config, findings)
+    _check_server(config, findings)
 
 
 def _asks_nothing(config: DistConfig, path: str) -> bool:
@@ -235,6 +241,33 @@ def _check_partition(config: DistConfig, findings: Findings) -> None:
         findings.problem(
             "pipeline.partition_method", expected, "Write the blocks of every part, or remove the key.", found=found
         )
+
+
+def _check_server(config: DistConfig, findings: Findings) -> None:
+    """What `local_sgd` with a server needs, and what it does not do."""
+    section, roles = config.local_sgd, roles_of(config.hf_dist.roles)
+    servers = [name for name, role in roles.items() if role.averages]
+    copies = next((role.replicas for role in roles.values() if role.asks), 1)
+    if not section.is_served:
+        for name in servers:
+            expected = 'has nothing to average: local_sgd.mode is not "server"'
+            fix = 'Add "local_sgd": {"mode": "server", "every": 50}, or remove the role.'
+            findings.problem(f"hf_dist.roles.{name}.averages", expected, fix, found=True)
+        if copies > 1 and not servers:
+            fix = 'Add a role with "averages": true, and "local_sgd": {"mode": "server", "every": 50}.'
+            findings.problem("hf_dist.roles", "has replicas, and no role that averages them", fix, found=copies)
+        return
+    if not servers:
+        example = '{"server": {"ranks": 1, "averages": true}, "trainer": {"ranks": "rest", "replicas": 2}}'
+        fix = f'Add "hf_dist": {{"roles": {example}}}.'
+        findings.problem("local_sgd.mode", "needs a role that averages", fix, found="server")
+    if section.outer_momentum and not section.nesterov:
+        expected = "needs Nesterov's momentum with a server: it is the one that may be delayed (arXiv 2401.09135)"
+        findings.problem("local_sgd.outer_momentum", expected, 'Add "nesterov": true.', found=section.outer_momentum)
+    for key, found in (("fragments", section.fragments > 1), ("overlap", section.overlap), ("mix", section.mix)):
+        if found:
+            expected = "is not available with a server: a replica sends all of its movement, and waits"
+            findings.problem(f"local_sgd.{key}", expected, "Remove the key.", found=getattr(section, key))
 
 
 def _check_intervals(config: DistConfig, findings: Findings) -> None:

@@ -207,7 +207,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "bf16.bf16_master_weights_and_grads",
         "`local_sgd.every`",
-        lambda config: config.bf16.bf16_master_weights_and_grads and config.local_sgd.enabled,
+        lambda config: config.bf16.bf16_master_weights_and_grads and config.local_sgd.every > 0,
         "replicas average fp32 weights",
         "is not available with local_sgd: replicas average fp32 weights",
         "Set it to false, or remove the section local_sgd.",

@@ -11,7 +11,7 @@ from hf_dist.config import accepts
 from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.values import BadValue
 
-__all__ = ["RoleConfig", "asking_role", "plain_roles", "roles_of"]
+__all__ = ["RoleConfig", "asking_role", "averaging_role", "plain_roles", "roles_of"]
 
 _EXAMPLE = 'Write {"trainer": {"ranks": "rest"}, "teacher": {"ranks": 2, "model": "path", "config": "teacher.json"}}.'
 
@@ -31,11 +31,15 @@ class RoleConfig(BaseModel):
     """What `hf_dist.remote_call` may run there: "module:function", or "module" for all of its functions."""
     clip: Literal["joint", "own"] = "joint"
     """Of a role that trains: whether its gradient is clipped by one norm over all roles, or by its own, as `config` says."""
+    averages: bool = False
+    """Whether the role is the server that replicas of the trainer meet (`local_sgd.mode`)."""
+    replicas: int = 1
+    """Of the trainer: the jobs that its ranks are divided into, each of which trains a model of its own."""
 
     @property
     def asks(self) -> bool:
         """Whether it runs the script."""
-        return not self.model and not self.functions
+        return not self.model and not self.functions and not self.averages
 
 
 _ROLE: accepts.JsonSchema = {
@@ -46,6 +50,8 @@ _ROLE: accepts.JsonSchema = {
         "config": {"type": ["string", "object", "null"]},
         "functions": {"type": "array", "items": {"type": "string"}},
         "clip": {"enum": ["joint", "own"]},
+        "averages": {"type": "boolean"},
+        "replicas": {"type": "integer", "minimum": 1},
     },
     "required": ["ranks"],
     "additionalProperties": False,
@@ -70,10 +76,28 @@ def roles_of(value: object) -> dict[str, RoleConfig]:
         what = (
             f"has {len(askers)} roles with neither model nor functions ({', '.join(askers)})"
             if askers
-            else "has a model or functions in every role"
+            else "has a model, functions or a server in every role"
         )
         raise BadValue(f"{what}; one, the trainer, has neither and runs the script", _EXAMPLE)
+    _check_replicas(found)
     return found
+
+
+def _check_replicas(roles: Mapping[str, RoleConfig]) -> None:
+    """Raise `BadValue` for replicas of another role than the trainer, and for roles that several replicas would ask."""
+    servers = [name for name, role in roles.items() if role.averages]
+    if len(servers) > 1:
+        raise BadValue(f"has several roles that average: {', '.join(servers)}", "Keep one.")
+    for name, role in roles.items():
+        if role.replicas > 1 and not role.asks:
+            raise BadValue(f"has {name}.replicas: {role.replicas}; only the trainer has replicas", "Remove the key.")
+        if role.averages and (role.model or role.functions or role.config is not None):
+            raise BadValue(f"has {name}, which averages and has a model, functions or a config", "Keep only its ranks.")
+    asked = [name for name, role in roles.items() if not role.asks and not role.averages]
+    if asked and roles[asking_role(roles)].replicas > 1:
+        raise BadValue(
+            f"has replicas of the trainer beside {', '.join(asked)}, which serves one trainer", "Remove one of them."
+        )
 
 
 def _role(name: str, section: object) -> RoleConfig:
@@ -99,8 +123,26 @@ def _role(name: str, section: object) -> RoleConfig:
     clip = section.get("clip", "joint")
     if clip not in ("joint", "own"):
         raise BadValue(f'has {name}.clip: {clip!r}, which is neither "joint" nor "own"', _EXAMPLE)
+    averages, replicas = section.get("averages", False), section.get("replicas", 1)
+    if type(averages) is not bool:
+        raise BadValue(f"has {name}.averages: {averages!r}, which is neither true nor false", _EXAMPLE)
+    if type(replicas) is not int or replicas < 1:
+        raise BadValue(f"has {name}.replicas: {replicas!r}, which is no number from 1", _EXAMPLE)
     layout = dict(config) if isinstance(config, Mapping) else config
-    return RoleConfig(ranks=ranks, model=model, functions=tuple(functions), clip=clip, config=layout)
+    return RoleConfig(
+        ranks=ranks,
+        model=model,
+        functions=tuple(functions),
+        clip=clip,
+        config=layout,
+        averages=averages,
+        replicas=replicas,
+    )
+
+
+def averaging_role(roles: Mapping[str, RoleConfig]) -> str:
+    """The name of the role that averages replicas."""
+    return next(name for name, role in roles.items() if role.averages)
 
 
 def asking_role(roles: Mapping[str, RoleConfig]) -> str:

@@ -15,6 +15,7 @@ Growth = Annotated[
     Literal["fixed_linear", "fixed_root", "fixed_discrete"],
     PlainValidator(values.choice("fixed_linear", "fixed_root", "fixed_discrete")),
 ]
+LocalMode = Annotated[Literal["synchronous", "server"], PlainValidator(values.choice("synchronous", "server"))]
 BelowOne = Annotated[float, PlainValidator(values.real(below=1.0))]
 FromMinusOne = Annotated[int, PlainValidator(values.whole(-1))]
 
@@ -41,6 +42,8 @@ class ElasticityConfig(Frozen):
 class LocalSgdConfig(Frozen):
     """The `local_sgd` section: replicas of the sharded states train alone and meet every so many steps."""
 
+    mode: LocalMode = "synchronous"
+    """`local_sgd.mode`: "synchronous": replicas meet each other; "server": each meets a role that averages, at its own pace."""
     every: Whole = 0
     """`local_sgd.every`: optimizer steps from one meeting of the replicas to the next; 0 is off."""
     outer_lr: Real = 1.0
@@ -55,11 +58,18 @@ class LocalSgdConfig(Frozen):
     """`local_sgd.overlap`: optimizer steps for which an averaging may overlap training before its result is applied."""
     mix: BelowOne = 0.0
     """`local_sgd.mix`: share of its own weights that a replica keeps when a fragment's mean is applied."""
+    dynamic_steps: Flag = True
+    """`local_sgd.dynamic_steps`: whether slower replicas make fewer steps than `every` between two meetings with a server."""
 
     @property
     def enabled(self) -> bool:
-        """Whether replicas train alone."""
-        return self.every > 0
+        """Whether replicas within this job train alone, and meet each other."""
+        return self.every > 0 and self.mode == "synchronous"
+
+    @property
+    def is_served(self) -> bool:
+        """Whether this job is one replica, which meets a server."""
+        return self.every > 0 and self.mode == "server"
 
     @property
     def streams(self) -> bool:

@@ -32,6 +32,16 @@ class Role:
     first: int
     """Its first rank of the start."""
     size: int
+    of: str = ""
+    """The role of the file, where it has replicas: each of them is a role here."""
+    replica: int = 0
+    """Its number among them."""
+    replicas: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Its name in the file."""
+        return self.of or self.name
 
 
 @dataclass(frozen=True)
@@ -47,8 +57,11 @@ class Place:
     """That of the start, which all roles reach."""
 
 
-def dealt(sizes: Mapping[str, int | str], world: int) -> dict[str, Role]:
-    """The roles of `world` ranks, in the order of the file. Raises `ConfigError` if they do not add up. Pure."""
+def dealt(sizes: Mapping[str, int | str], world: int, replicas: Mapping[str, int] | None = None) -> dict[str, Role]:
+    """The roles of `world` ranks, in the order of the file. Raises `ConfigError` if they do not add up. Pure.
+
+    `replicas`: role -> equal parts of it; each is a role: trainer, trainer.1, trainer.2.
+    """
     open_ended = [name for name, size in sizes.items() if size == REST]
     if len(open_ended) > 1:
         raise _problem(f"{open_ended[1]}.ranks", REST, f'is said of {open_ended[0]}, too', "Give all roles but one a number.")
@@ -63,9 +76,13 @@ def dealt(sizes: Mapping[str, int | str], world: int) -> dict[str, Role]:
         raise _problem("", total, what, f"Start other numbers of processes, or give one role \"ranks\": \"{REST}\".")
     found, first = {}, 0
     for name in sizes:
-        size = given.get(name, left)
-        found[name] = Role(name, first, size)
-        first += size
+        size, count = given.get(name, left), (replicas or {}).get(name, 1)
+        if size % count:
+            raise _problem(f"{name}.replicas", str(count), f"does not divide the {size} ranks of {name}", "Start a multiple of it.")
+        for number in range(count):
+            own = f"{name}.{number}" if number else name
+            found[own] = Role(own, first, size // count, name, number, count)
+            first += size // count
     return found
 
 
@@ -90,19 +107,19 @@ def _ranks(role: Role) -> str:
     return f"ranks {role.first}-{role.first + role.size - 1}" if role.size > 1 else f"rank {role.first}"
 
 
-def divide(sizes: Mapping[str, int | str]) -> Place:
+def divide(sizes: Mapping[str, int | str], replicas: Mapping[str, int] | None = None) -> Place:
     """Make this process a member of its role only. Every process of the start calls it, before torch.distributed starts.
 
-    A second call with the same roles returns the first one's answer. Raises `ConfigError` for roles that do not add up, or
-    that come too late.
+    `replicas`: role -> equal parts of it. A second call with the same roles returns the first one's answer. Raises
+    `ConfigError` for roles that do not add up, or that come too late.
     """
     global _place
     if _place is not None:
-        if list(_place.roles) != list(sizes):
+        if list(dict.fromkeys(role.kind for role in _place.roles.values())) != list(sizes):
             raise _problem("", ", ".join(sizes), f"but this start was divided into {', '.join(_place.roles)}", "Keep one file.")
         return _place
     launch = detect_launch()
-    roles = dealt(sizes, launch.world_size)
+    roles = dealt(sizes, launch.world_size, replicas)
     if has_started():
         raise _problem(
             "", ", ".join(sizes), "come too late: torch.distributed has started",

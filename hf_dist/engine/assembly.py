@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from hf_dist.config import BatchSizes, DistConfig, settled
+from hf_dist.config.roles import averaging_role, roles_of
 from hf_dist.engine.engine import Engine, Losses
 from hf_dist.engine.optimizer_step import OptimizerStep
 from hf_dist.engine.pipeline_runner import CutModel, Pipeline
@@ -14,7 +16,9 @@ from hf_dist.memory.loss import tiled_loss_for
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.optim.optimizers import Optimizers
 from hf_dist.parallel.experts.router_loss import router_loss_for
+from hf_dist.parallel.local_sgd.meeting_point import reach
 from hf_dist.parallel.local_sgd.outer import OuterOptimizer
+from hf_dist.parallel.local_sgd.served import ServedOuter
 from hf_dist.parallel.sequence import split_sequence
 from hf_dist.parallel.sequence.forward import axis_under_way
 from hf_dist.parallel.tensor_on_shards import TensorSplit
@@ -43,14 +47,13 @@ def assemble(
     """
     optimizers = Optimizers()
     window = Window(sharded, batch.accumulation, optimizers, loop)
-    trains_alone = sharded.mesh.replicas is not None and bool(sharded.trainable_groups)
     stepping = OptimizerStep(
         sharded,
         config,
         window,
         optimizers,
         scaler=loop.scaler or _scaler(config) if trainable else None,
-        outer=OuterOptimizer(sharded, config.local_sgd) if trains_alone else None,
+        outer=_outer(sharded, config),
         tied_views=TiedViews(views, sharded.groups, sharded.mesh),
     )
     pipeline = None if cut is None else Pipeline(cut, sharded, config.pipeline)
@@ -68,6 +71,16 @@ def assemble(
         split_sequence=split,
         memory_budget=MemoryBudget.of(config, sharded) if trainable else None,
     )
+
+
+def _outer(sharded: ShardedModel, config: DistConfig) -> OuterOptimizer | ServedOuter | None:
+    """How the replicas of the model meet; None where all ranks train together. Local."""
+    if not sharded.trainable_groups:
+        return None
+    if config.local_sgd.is_served:
+        server = averaging_role(roles_of(config.hf_dist.roles))
+        return ServedOuter(sharded, config.local_sgd, functools.partial(reach, server))
+    return OuterOptimizer(sharded, config.local_sgd) if sharded.mesh.replicas is not None else None
 
 
 def _scaler(config: DistConfig) -> DynamicLossScaler | None:

@@ -130,6 +130,7 @@ class EngineCheckpoints(Stateful):
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {"global_steps": self.global_steps, **self.skips.state_dict()},
+            "outer": self.outer.plain_state() if self.outer is not None else {},
         }
 
     def load_plain_state(self, state: dict[str, Any]) -> None:
@@ -140,3 +141,5 @@ class EngineCheckpoints(Stateful):
             load_schedule(self.lr_scheduler, state["lr_scheduler"], own_options=self.has_own_options)
         self.global_steps = state["counters"]["global_steps"]
         self.skips.load_state_dict(state["counters"])
+        if self.outer is not None:
+            self.outer.load_plain_state(state.get("outer", {}))

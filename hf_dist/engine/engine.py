@@ -32,6 +32,7 @@ from hf_dist.optim.raw_calls import RawCalls, route
 from hf_dist.optim.skipped import SkippedSteps
 from hf_dist.parallel.experts.router_loss import RouterLoss
 from hf_dist.parallel.local_sgd.outer import OuterOptimizer
+from hf_dist.parallel.local_sgd.served import ServedOuter
 from hf_dist.parallel.sequence import SplitSequence
 from hf_dist.planning.memory_budget import MemoryBudget
 from hf_dist.planning.out_of_memory import explained, shape_of
@@ -135,9 +136,14 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         return self.window.beside
 
     @property
-    def outer(self) -> OuterOptimizer | None:
+    def outer(self) -> OuterOptimizer | ServedOuter | None:
         """Synchronises replicas that train alone (`local_sgd`); None without such replicas."""
         return self.stepping.outer
+
+    @property
+    def replicas_here(self) -> OuterOptimizer | None:
+        """`outer`, if the replicas are ranks of this job, which must not contact each other between two meetings."""
+        return self.outer if isinstance(self.outer, OuterOptimizer) else None
 
     @property
     def scaler(self) -> DynamicLossScaler | None:
@@ -176,7 +182,7 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
     @property
     def schedule_waits(self) -> bool:
         """Whether the schedule must not advance after the last step. Replicas that train alone skip different steps: False."""
-        return self.step_was_skipped and self.outer is None
+        return self.step_was_skipped and self.replicas_here is None
 
     @property
     def skipped_steps(self) -> int:
@@ -229,7 +235,9 @@ class Engine(EngineCheckpoints, RawCalls, Moments):
         self.stepping.take_group_writes()
 
     def before_training(self, args: object, kwargs: object) -> None:
-        """Plan which units stay gathered, at the first training forward."""
+        """Plan which units stay gathered, at the first training forward; a replica joins its server."""
+        if self.outer is not None and self.outer.before_training():
+            self.sharded.weights_changed()
         if self.memory_budget is not None:
             self.memory_budget.before_training(self, args, kwargs)
 

@@ -23,6 +23,7 @@ from hf_dist.optim.step_scaling import StepScaling
 from hf_dist.optim.stepping import check_whole, sight_of
 from hf_dist.optim.unused import UnusedParameters
 from hf_dist.parallel.local_sgd.outer import OuterOptimizer, refuse_other_weights
+from hf_dist.parallel.local_sgd.served import ServedOuter
 from hf_dist.sharding.runtime import ShardedModel
 from hf_dist.sharding.tied_views import TiedViews
 
@@ -40,7 +41,7 @@ class OptimizerStep:
         optimizers: Optimizers,
         *,
         scaler: DynamicLossScaler | None,
-        outer: OuterOptimizer | None,
+        outer: OuterOptimizer | ServedOuter | None,
         tied_views: TiedViews,
     ) -> None:
         """`scaler`: of fp16; `outer`: of replicas that train alone; `tied_views`: parameters that are the same elements."""

@@ -9,6 +9,7 @@ import torch
 
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.config.report import brief_lines
+from hf_dist.config.training_sections import LocalSgdConfig
 from hf_dist.dist import roles
 from hf_dist.dist.network import describe
 from hf_dist.engine.engine import Engine
@@ -164,6 +165,8 @@ def _second_copy(sharded: ShardedModel) -> list[str]:
 def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
     """Replicas that train alone: when they synchronise, and the bytes that this sends."""
     section, axis = config.local_sgd, sharded.mesh.replicas
+    if section.is_served:
+        return _served(sharded, section)
     if axis is None:
         return ["one replica, so no meetings of replicas"] if section.enabled else []
     numel = sum(g.resting[1] - g.resting[0] for g in sharded.trainable_groups)
@@ -179,6 +182,18 @@ def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
             f"after it was sent, and {section.mix:g} of a replica's own weights stay"
         ]
     return [f"{alone} ({outer}): {sent}; between meetings they send each other nothing"]
+
+
+def _served(sharded: ShardedModel, section: LocalSgdConfig) -> list[str]:
+    """A replica that meets a server: when, and the bytes that this sends."""
+    groups = [group for group in sharded.trainable_groups if group.axes.owns]
+    nbytes = MASTER_NBYTES * sum(group.owned[1] - group.owned[0] for group in groups)
+    momentum = f", delayed Nesterov momentum {section.outer_momentum:g}" if section.outer_momentum else ""
+    when = f"after at most {section.every} steps" if section.dynamic_steps else f"every {section.every} steps"
+    return [
+        f"a replica that meets a server {when} (outer rate {section.outer_lr:g}{momentum}): at most {size_text(nbytes)} per "
+        f"rank there, and as much back"
+    ]
 
 
 def _experts(sharded: ShardedModel) -> list[str]:

@@ -348,7 +348,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Acceler
         """
         refuse_wrong_positions(self)
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
-        if self._shares_rows or self.dist_config.local_sgd.enabled:
+        if self._shares_rows or self.dist_config.local_sgd.every:
             read_everywhere(self, given)
         loader = super().prepare_data_loader(*args, **kwargs)
         note_dropping(loader)

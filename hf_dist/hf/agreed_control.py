@@ -76,7 +76,7 @@ class AgreedControlMixin:
     def _agree_on_control(self) -> bool:
         """Set what any rank has set, say who; whether anything is asked for. Collective over all ranks."""
         engine = self.dist_engine  # type: ignore[attr-defined]
-        if not self._asks_all or engine is None or engine.outer is not None:
+        if not self._asks_all or engine is None or engine.replicas_here is not None:
             return False
         axis: MeshAxis = engine.mesh.control
         asked = [bool(getattr(self.control, flag)) for flag in _FLAGS]

@@ -32,6 +32,7 @@ from hf_dist.config.sources import splits_batches
 from hf_dist.dist import excepthook, watchdog
 from hf_dist.dist.launch import detect_launch
 from hf_dist.dist.mesh import prepare_start
+from hf_dist.dist.roles import place
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.distributed_config import take_while_alive
 from hf_dist.hf.loading import stream_while_alive
@@ -133,6 +134,7 @@ class DistArgsMixin:
         asked.parallelism_config = None
         config = config if self._layout is None else with_layout(config, self._layout)
         enter(config)  # the ranks of other roles stay there
+        _take_own_folder(self)
         _choose_hardware(self)
         prepare_start()
         self._dist = config  # `world_size` below needs it: TRL's GRPO counts its batches with it
@@ -237,6 +239,15 @@ def _follow_log_level(args: Any) -> None:
     level = hf_logging.get_log_levels_dict().get(name)
     if level is not None:
         follow_level(level)
+
+
+def _take_own_folder(args: Any) -> None:
+    """Let each replica but the first write below `output_dir`, in `replica-1` and so on, without progress bars of its own."""
+    where = place()
+    number = 0 if where is None else where.role.replica
+    if number and os.path.basename(args.output_dir or "") != f"replica-{number}":
+        args.output_dir = os.path.join(args.output_dir or "trainer_output", f"replica-{number}")
+        args.disable_tqdm = True if args.disable_tqdm is None else args.disable_tqdm
 
 
 def _refuse_other_engines(args: Any) -> None:

@@ -12,6 +12,7 @@ from accelerate.utils.operations import recursively_apply
 from hf_dist.dist import collectives
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.mesh import MeshAxis
+from hf_dist.dist.roles import place
 from hf_dist.hf.evaluation import even_rows
 from hf_dist.tensors.checksum import as_bytes
 
@@ -27,17 +28,41 @@ class GathersMixin:
     shorter_batch: Any
     _rows = "data"
     """The mesh axis that `num_processes` counts: the ranks of the job that read different rows, or temporarily a replica's."""
+    _shares = (0, 1)
+    """This job's place among those that read different rows, and their number: see `shared_by_replicas`."""
 
     @property
     def num_processes(self) -> int:
         """Number of processes that read different rows; pipeline ranks share theirs. Loaders and losses count with it."""
+        return self._own_readers * self._shares[1]
+
+    @property
+    def _own_readers(self) -> int:
+        """Processes of this job that read different rows."""
         return self.axes.size(self._rows) if "axes" in vars(self) else int(self.state.num_processes)
 
     @property
     def process_index(self) -> int:
         """This rank's coordinate within `num_processes`. `is_main_process` still means one process of the job."""
         rank = int(self.state.process_index)
-        return self.axes.coordinate(self._rows, rank) if "axes" in vars(self) else rank
+        own = self.axes.coordinate(self._rows, rank) if "axes" in vars(self) else rank
+        return own + self._shares[0] * self._own_readers
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(number, of how many): this job among the replicas of `hf_dist.roles`, each of which reads its own rows; (0, 1)
+        without replicas. `dataset.shard(of, number)` gives a loop of one's own its rows."""
+        where = place()
+        return (0, 1) if where is None else (where.role.replica, where.role.replicas)
+
+    @contextmanager
+    def shared_by_replicas(self) -> Iterator[None]:
+        """Inside, loaders are divided among the processes of all replicas (`replica`), each of which is a job of its own."""
+        self._shares = self.replica
+        try:
+            yield
+        finally:
+            self._shares = (0, 1)
 
     @contextmanager
     def in_replica(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The Trainer over replicas that train alone (`local_sgd`): how it counts, logs, evaluates, saves and handles signals.
 
 token counts and their loss factor       those of the replica
-training log                             the mean over rank 0's replica
+training log                             the mean over rank 0's replica, or over this job if it is a replica of a server
+training rows                            a share for each replica
 evaluation, checkpoints                  wait for the next meeting of the replicas; the last step is a meeting
 signals                                  checked at meetings
 """
@@ -19,6 +20,7 @@ from hf_dist.engine.engine import Engine
 from hf_dist.hf.stop_signal import StopSignal
 from hf_dist.log import say_once
 from hf_dist.parallel.local_sgd.outer import OuterOptimizer
+from hf_dist.parallel.local_sgd.served import ServedOuter
 
 __all__ = ["ReplicasMixin"]
 
@@ -38,9 +40,15 @@ class ReplicasMixin:
 
     @property
     def outer(self) -> OuterOptimizer | None:
-        """Averages the model's replicas at meetings; None where all ranks train together."""
+        """Averages the replicas that are ranks of this job; None where all ranks train together."""
         engine: Engine | None = self.dist_engine  # type: ignore[attr-defined]
-        return None if engine is None else engine.outer
+        return None if engine is None else engine.replicas_here
+
+    def get_train_dataloader(self) -> Any:
+        """HF's; a replica that is a job of its own reads its share of the rows."""
+        dist = self.accelerator.dist_config if self.dist is not None else None  # type: ignore[attr-defined]
+        with self.accelerator.shared_by_replicas() if dist is not None else nullcontext():
+            return super().get_train_dataloader()  # type: ignore[misc]
 
     def _in_replica(self) -> AbstractContextManager[None]:
         """Inside, the accelerator gathers within the replica and counts only its processes."""
@@ -78,9 +86,9 @@ class ReplicasMixin:
         asks = any(self._due) or self.control.should_evaluate or self.control.should_save
         if self.control.should_training_stop or (asks and engine.outer.interval_ended):
             engine.synchronize_replicas()
-        self._postpone(engine.outer.met)
+        self._postpone(engine.outer)
         wanted = self.control.should_evaluate, self.control.should_save
-        if self.control.should_log:
+        if self.control.should_log and self.outer is not None:
             self.control.should_evaluate = self.control.should_save = False
             mean = tr_loss.detach().clone()
             collectives.all_reduce(engine.mesh.dp, mean).wait()
@@ -89,8 +97,10 @@ class ReplicasMixin:
             if self.state.global_step == self._globalstep_last_logged:  # type: ignore[attr-defined]
                 tr_loss.zero_()
             self.control.should_evaluate, self.control.should_save = wanted
-        self.control.should_log = False
+            self.control.should_log = False
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)  # type: ignore[misc]
+        if self.control.should_training_stop and isinstance(engine.outer, ServedOuter):
+            engine.outer.rest()
 
     @contextmanager
     def _only_own_replica(self) -> Iterator[None]:
@@ -101,8 +111,9 @@ class ReplicasMixin:
         finally:
             self._logs_replica = self.args.speaks_alone = False
 
-    def _postpone(self, met: bool) -> None:
+    def _postpone(self, outer: OuterOptimizer | ServedOuter) -> None:
         """Postpone evaluations and saves requested between two meetings to the next meeting. Local."""
+        met = outer.met
         evaluates = self._due[0] or self.control.should_evaluate
         saves = self._due[1] or self.control.should_save
         self._due = (False, False) if met else (evaluates, saves)
@@ -110,7 +121,7 @@ class ReplicasMixin:
         if any(self._due):
             say_once(
                 "local_sgd: replicas differ between two meetings, so evaluations and checkpoints wait for the next one "
-                f"(every {self.outer.every} steps)"  # type: ignore[union-attr]
+                f"(every {outer.every} steps)"
             )
 
     def _told(self, in_evaluation: bool) -> int:

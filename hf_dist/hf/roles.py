@@ -32,16 +32,26 @@ def enter(config: DistConfig) -> None:
     if not roles:
         return
     excepthook.install()
-    where = divide({name: role.ranks for name, role in roles.items()})
-    if where.role.name == asking_role(roles):
+    where = divide({name: role.ranks for name, role in roles.items()}, {name: r.replicas for name, r in roles.items()})
+    if where.role.kind == asking_role(roles):
         _asking = config
         return
-    from hf_dist.hf.serving_model import serve_role
-
     role = roles[where.role.name]
-    count = serve_role(where, role, role_layout(role))
+    if role.averages:
+        from hf_dist.engine.build import mesh_for
+        from hf_dist.parallel.local_sgd.meeting_point import expect_replicas
+        from hf_dist.parallel.local_sgd.server import ReplicaServer
+
+        replicas = roles[asking_role(roles)].replicas
+        server = ReplicaServer(mesh_for(role_layout(role), device="cpu").world, config.local_sgd, replicas)
+        expect_replicas(where, server.guests, replicas)
+        said = server.run()
+    else:
+        from hf_dist.hf.serving_model import serve_role
+
+        said = f"answered {serve_role(where, role, role_layout(role))} calls; the trainer has ended"
     if where.rank == 0:
-        say_once(f"role {where.role.name}: answered {count} calls; the trainer has ended")
+        say_once(f"role {where.role.name}: {said}")
     leave_job()
     sys.exit(0)
 
@@ -58,8 +68,8 @@ def asking_config(role: str) -> tuple[dict[str, RoleConfig], Place, DistConfig]:
             )
         )  # fmt: skip
     roles = roles_of(_asking.hf_dist.roles)
-    if role not in roles or role == where.role.name:
-        others = ", ".join(name for name in roles if name != where.role.name)
+    if role not in roles or role == where.role.kind:
+        others = ", ".join(name for name in roles if name != where.role.kind)
         raise ConfigError(Problem("hf_dist.roles", repr(role), f"is none of the other roles, which are {others}", ""))
     return roles, where, _asking
 

@@ -96,8 +96,7 @@ class Planner:
             holders=own.holders,
             copies=slices.copies if slices else None,
         )
-        if axes.size("dp_replicate") > 1:
-            states = replace(states, outer_states=num_outer_states(config.local_sgd))
+        states = replace(states, outer_states=num_outer_states(config.local_sgd, axes.size("dp_replicate")))
         measured = self.activations(config)
         known = measured if isinstance(measured, Activations) else None
         kept = own.kept(known, config, self.workload.checkpointing) if known else None

@@ -24,14 +24,19 @@ class Part:
     ranks: int
     config: DistConfig
     model: str | None
-    """What a role serves, "" for functions only; None for the one that runs the script."""
+    """What a role serves, "" for functions only or a server of replicas; None for the one that runs the script."""
+    averages: bool = False
+    """Whether it is the server of replicas."""
+    replicas: int = 1
+    """Of the one that runs the script: there are so many like it, on ranks after it."""
 
     @property
     def title(self) -> str:
         """`role teacher, ranks 2-3`; "" for a start without roles."""
         last = self.first + self.ranks - 1
         places = f"ranks {self.first}-{last}" if last > self.first else f"rank {last}"
-        return f"role {self.name}, {places}" if self.name else ""
+        more = f", the first of {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"role {self.name}, {places}{more}" if self.name else ""
 
     @property
     def trains(self) -> bool:
@@ -50,12 +55,15 @@ def parts_of(config: DistConfig, world: int) -> list[Part]:
     if not roles:
         return [Part("", 0, world, config, None)]
     asker = asking_role(roles)
-    places = dealt({name: role.ranks for name, role in roles.items()}, world)
+    places = dealt(
+        {name: role.ranks for name, role in roles.items()}, world, {name: role.replicas for name, role in roles.items()}
+    )
 
     def found() -> Iterator[Part]:
         for name in sorted(roles, key=lambda name: name != asker):
             role, place = roles[name], places[name]
             own = config if name == asker else role_layout(role)
-            yield Part(name, place.first, place.size, own, None if name == asker else role.model)
+            model = None if name == asker else role.model
+            yield Part(name, place.first, place.size, own, model, role.averages, role.replicas)
 
     return list(found())

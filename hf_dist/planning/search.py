@@ -314,7 +314,7 @@ class Search:
                 names=names,
                 copies=slices.copies if slices else None,
             )
-            outer = num_outer_states(config.local_sgd) if layout.dp_replicate > 1 else 0
+            outer = num_outer_states(config.local_sgd, layout.dp_replicate)
             self._states[key] = replace(states, outer_states=outer)
         return self._states[key]
 

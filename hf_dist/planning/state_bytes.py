@@ -90,7 +90,7 @@ class States:
             optimizer or OptimizerStates(),
             sharded.mesh.shard.rank,
             {u.name: u.stay for u in sharded.units},
-            0 if sharded.mesh.replicas is None else num_outer_states(config.local_sgd),
+            num_outer_states(config.local_sgd, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
         )
 
     @classmethod

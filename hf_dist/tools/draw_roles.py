@@ -21,7 +21,7 @@ def draw_roles(roles: Sequence[tuple[Part, Axes]]) -> Picture:
     trainer = roles[0][1]
     for number, (part, axes) in enumerate(roles):
         shown = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if axes.size(axis) > 1]
-        asked = roles[1:] if number == 0 else []
+        asked = [each for each in roles[1:] if not each[0].averages] if number == 0 else []
         height = _LINE * (1 + len(shown) + len(asked)) + 8
         colour = _COLOURS[number % len(_COLOURS)]
         picture.words(6, y + 13, part.name, bold=True)
@@ -30,6 +30,8 @@ def draw_roles(roles: Sequence[tuple[Part, Axes]]) -> Picture:
             y + 13 + _LINE,
             "runs the script"
             if part.model is None
+            else "averages replicas"
+            if part.averages
             else "runs functions"
             if not part.model
             else "trains"

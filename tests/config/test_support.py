@@ -75,7 +75,20 @@ OURS = {
     *(f"activation_checkpointing.{key}" for key in ("every_n_layers", "selective", "mlp_tiles")),
     "strict_config",
     "fp16.fp16",
-    *(f"local_sgd.{key}" for key in ("every", "outer_lr", "outer_momentum", "nesterov", "fragments", "overlap", "mix")),
+    *(
+        f"local_sgd.{key}"
+        for key in (
+            "every",
+            "outer_lr",
+            "outer_momentum",
+            "nesterov",
+            "fragments",
+            "overlap",
+            "mix",
+            "mode",
+            "dynamic_steps",
+        )
+    ),
     *(
         f"curriculum_learning.schedule_config{key}"
         for key in ("", ".total_curriculum_step", ".difficulty_step", ".root_degree", ".difficulty", ".max_step")

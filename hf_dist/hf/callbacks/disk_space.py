@@ -56,8 +56,7 @@ def checkpoint_nbytes(engine: Engine, *, with_state: bool) -> int:
         per_weight = MASTER_NBYTES + sum(OptimizerStates.of(engine.optimizer).elements)
         if engine.outer is not None:  # every replica has its own states; outer states are shared by all replicas
             own = per_weight - MASTER_NBYTES
-            kinds = {kind for kind, _, _ in engine.outer.states()}
-            per_weight += own * (engine.outer.axis.size - 1) + MASTER_NBYTES * len(kinds)
+            per_weight += own * (engine.outer.copies - 1) + MASTER_NBYTES * len(engine.outer.kinds)
         nbytes += (
             sum(held_slice(p).whole_numel for p in engine.sharded.whole.parameters() if p.requires_grad) * per_weight
         )

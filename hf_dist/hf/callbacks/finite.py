@@ -58,7 +58,9 @@ class FiniteCallback(TrainerCallback):
         if not step:
             return
         first = trained_not_finite(engine.sharded)
-        everyone = [first] if engine.outer is not None else collectives.all_gather_object(engine.mesh.world, first)
+        everyone = (
+            [first] if engine.replicas_here is not None else collectives.all_gather_object(engine.mesh.world, first)
+        )
         name = next(filter(None, everyone), None)
         if name is None:
             engine.not_finite.forget()

@@ -47,7 +47,8 @@ class GroupMotion:
         numel, tier = group.resting[1] - group.resting[0], group.master.tier
         shelf = group.rest.storage.optim
         self.anchor: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_anchor(config) else None
-        self.momentum: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if config.outer_momentum else None
+        has_momentum = config.outer_momentum > 0 and not config.is_served  # a server keeps that of its replicas
+        self.momentum: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_momentum else None
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -99,6 +100,14 @@ class GroupMotion:
             masters.copy_(weights)
         self.group.masters_changed()
 
+    @torch.no_grad()
+    def settle(self, weights: torch.Tensor) -> None:
+        """Set the master weights and the anchor. Local."""
+        assert self.anchor is not None
+        with opened(self.anchor, changed=True) as anchor:
+            anchor.copy_(weights)
+        self.become(weights)
+
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of anchor and momentum at rest, by kind of memory."""
         held = dict.fromkeys(Tier, 0)
@@ -113,14 +122,16 @@ def _become(masters: torch.Tensor, values: torch.Tensor, mix: float) -> None:
     masters.copy_(values if not mix else torch.lerp(values, masters.to(values.dtype), mix))
 
 
-def num_outer_states(config: LocalSgdConfig) -> int:
-    """Number of fp32 tensors that a rank keeps besides its master weights, with several replicas."""
-    return has_anchor(config) + (config.outer_momentum > 0) if config.enabled else 0
+def num_outer_states(config: LocalSgdConfig, replicas: int) -> int:
+    """Number of fp32 tensors that a rank keeps besides its master weights, with `replicas` in its job or a server of them."""
+    if config.is_served:
+        return 1
+    return has_anchor(config) + (config.outer_momentum > 0) if config.enabled and replicas > 1 else 0
 
 
 def has_anchor(config: LocalSgdConfig) -> bool:
     """Whether replicas keep the weights of their last meeting; the plain mean of the weights needs none."""
-    return config.outer_lr != 1 or config.outer_momentum > 0
+    return config.is_served or config.outer_lr != 1 or config.outer_momentum > 0
 
 
 def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
@@ -148,6 +159,12 @@ class OuterOptimizer:
         """Whether the last step ended an interval of `every` steps, when the job may contact all replicas."""
         self._anchored = False
         self.sharded = sharded
+        self.copies = self.axis.size
+        """Replicas whose optimizer states are in a checkpoint."""
+        self.kinds = [
+            name for name, is_kept in (("momentum", config.outer_momentum > 0), ("anchor", config.streams)) if is_kept
+        ]
+        """Of `states`."""
         self.motions = [GroupMotion(group, config) for group in sharded.trainable_groups]
         self.turns = Turns(config, len(sharded.units))
         self._mix = config.mix
@@ -156,6 +173,10 @@ class OuterOptimizer:
             [of_group[id(group)] for unit in units for group in sharded.units[unit].groups if id(group) in of_group]
             for units in self.turns.units
         ]
+
+    def before_training(self) -> bool:
+        """Before a training forward. Whether weights changed: no."""
+        return False
 
     def before_backward(self) -> None:
         """At the start of backward: the first one after a meeting stores the common weights, with user writes. Local."""
@@ -256,6 +277,17 @@ class OuterOptimizer:
     def anchors_loaded(self) -> None:
         """Keep the anchors loaded from a checkpoint instead of the weights. Local."""
         self._anchored = True
+
+    def loading_states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
+        """What a checkpoint is read into."""
+        return self.states()
+
+    def plain_state(self) -> dict[str, int]:
+        """Numbers for a checkpoint: none."""
+        return {}
+
+    def load_plain_state(self, state: dict[str, int]) -> None:
+        """Nothing."""
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of anchors and momenta at rest, by kind of memory."""

@@ -21,6 +21,9 @@ from hf_dist.tools.cli.planned import EXIT_DOES_NOT_FIT, meta_model, resolved_co
 from hf_dist.tools.cli.written import to_write, write_texts
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_dist.config import DistConfig
     from hf_dist.planning.advice import Tried
     from hf_dist.planning.memory_plan import Limits, MemoryPlan
     from hf_dist.planning.role_parts import Part
@@ -111,7 +114,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
     from hf_dist.planning.role_parts import parts_of
 
     trainer, *rest = parts_of(load_config(config), asked.world_size)
-    others = [part for part in rest if part.model]
+    others, servers = [part for part in rest if part.model], [part for part in rest if part.averages]
     world = trainer.ranks
     limits = _limits(asked.device_memory, asked.host_memory, world)
     meta = meta_model(asked.model)
@@ -134,7 +137,8 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if asked.suggest is not None:
         files = suggestions(config.stem, canonical(config), asked.suggest, [each.change.values for each in found])
     if asked.json:
-        roles = {part.name: _role_plan(part, micro, tokens).as_dict() for part in others}
+        roles: dict[str, Any] = {part.name: _role_plan(part, micro, tokens).as_dict() for part in others}
+        roles |= {part.name: {"bytes": _server_nbytes(part, meta, resolved)} for part in servers}
         more = {"longest_rows": longest, **({"roles": roles} if roles else {})}
         print(json.dumps({**_as_dict(now, limits, tried, list(files)), **more}, indent=2))
         write_texts(files)
@@ -156,7 +160,18 @@ def _plan_config(asked: Asked, config: Path) -> None:
     plans = [_role_plan(part, micro, tokens) for part in others]
     for part, its in zip(others, plans, strict=True):
         print(_role_text(part, its, limits))
+    for part in servers:
+        nbytes = _server_nbytes(part, meta, resolved)
+        print(
+            f"{part.title}: {size_text(nbytes)} on the host for weights and momentum, as much again while a replica pushes"
+        )
     _end(limits, [trainer, *others], [now, *plans])
+
+
+def _server_nbytes(part: Part, meta: nn.Module, config: DistConfig) -> int:
+    """Bytes of a rank of a server of replicas, at rest: fp32 weights, momentum and the sum of a round."""
+    numel = sum(p.numel() for p in meta.parameters() if p.requires_grad)
+    return 4 * (3 if config.local_sgd.outer_momentum else 1) * -(-numel // part.ranks)
 
 
 def _role_plan(part: Part, micro: int, tokens: int) -> MemoryPlan:

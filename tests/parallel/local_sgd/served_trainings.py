@@ -1,0 +1,78 @@
+"""Replicas that meet a server, in the Trainer: what a rank does, and what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_dist import DistTrainer, DistTrainingArguments
+from hf_dist.parallel.local_sgd import meeting_point
+from tests.hf.lifecycle import logged
+from tests.hf.on_ranks import weights_of
+from tests.hf.recipes import Recipe, Row, texts
+
+SECTION = {
+    "mode": "server",
+    "every": 2,
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "nesterov": True,
+    "dynamic_steps": False,
+}
+ROWS = texts(48)
+RECIPE = Recipe(
+    rows=lambda: ROWS,
+    trainer={"eval_dataset": texts(48)[:10]},
+    gradient_accumulation_steps=2,
+    max_steps=6,
+    optim="adamw_torch",
+)
+
+
+class Watched(DistTrainer):
+    """Notes which rows are trained on, and how many are evaluated."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """HF's."""
+        self.__dict__.setdefault("seen", []).extend(tuple(row[mask.bool()].tolist()) for row, mask in _rows(inputs))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def _rows(inputs: Row) -> Any:
+    return zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+
+
+def train(
+    rank: int, world: int, folder: str, replicas: int, layout: dict[str, Any], resume_at: int = 0, servers: int = 1,
+    **changes: Any,
+) -> dict[str, Any] | None:  # fmt: skip
+    """A replica's training; None on the server."""
+    trainer_role = {"ranks": "rest", "replicas": replicas}
+    roles = {"server": {"ranks": servers, "averages": True}, "trainer": trainer_role}
+    config = {**layout, "hf_dist": {"roles": roles}, "local_sgd": SECTION}
+    options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": 0, **changes}
+    try:
+        trainer: Any = RECIPE.build(Watched, DistTrainingArguments, Path(folder), 2, dist_config=config, **options)
+    except SystemExit as end:
+        assert not end.code, end
+        return None
+    checkpoint = str(Path(folder, f"checkpoint-{resume_at}")) if resume_at else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    outer = trainer.dist_engine.outer
+    evaluated = trainer.evaluate()
+    report = {
+        "logs": logged(trainer),
+        "seen": trainer.seen,
+        "weights": weights_of(trainer),
+        "sent": (outer.pushed_nbytes, outer.pulled_nbytes),
+        "version": outer.version,
+        "folder": trainer.args.output_dir,
+        "saved": sorted(
+            int(path.name.partition("-")[2]) for path in Path(trainer.args.output_dir).glob("checkpoint-*")
+        ),
+        "evaluated": evaluated["eval_loss"],
+        "samples": len(trainer.get_eval_dataloader().dataset),
+        "replica": trainer.accelerator.replica,
+    }
+    meeting_point.reach("server").leave()
+    return report
