@@ -28,6 +28,34 @@ MUTANTS: list[Mutant] = [
         ("parallel/local_sgd/test_parity.py",),
     ),
     Mutant(
+        "a server applies a movement whole, not its part of a mean",
+        "parallel/local_sgd/delayed_nesterov.py",
+        "self.weights.sub_(moved, alpha=self._rate / self.round)",
+        "self.weights.sub_(moved, alpha=self._rate)",
+        ("parallel/local_sgd/test_server_rules.py",),
+    ),
+    Mutant(
+        "a server counts a push of which another rank has no part",
+        "parallel/local_sgd/server.py",
+        "if guest is None or not all(here for here, _, _ in everyone):",
+        "if guest is None or not is_here:",
+        ("parallel/local_sgd/test_server.py",),
+    ),
+    Mutant(
+        "a server takes a movement from before the weights it began again with",
+        "parallel/local_sgd/server.py",
+        'fits = header["lineage"] == self._lineage',
+        'fits = header["lineage"] <= self._lineage',
+        ("parallel/local_sgd/test_server_rules.py",),
+    ),
+    Mutant(
+        "a replica that meets a server reads all rows",
+        "hf/replicas.py",
+        "with self.accelerator.shared_by_replicas() if dist is not None else nullcontext():",
+        "with nullcontext():",
+        ("parallel/local_sgd/test_server.py",),
+    ),
+    Mutant(
         "gradients are summed in the dtype that travels, not in the wider one",
         "dist/collectives.py",
         """        out.copy_(full.narrow(0, axis.rank * part, part))

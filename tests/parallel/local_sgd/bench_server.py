@@ -25,7 +25,7 @@ from tests.parallel.local_sgd.bench import BEGINNING, LR, ROWS, curve, model_and
 from tests.workers.launcher import launch
 
 EVERY, STEPS, SECONDS = 10, 200, 0.3
-SECTION = {"every": EVERY, "outer_lr": 1.0, "outer_momentum": 0.7, "nesterov": True}
+SECTION = {"every": EVERY, "outer_lr": 1.0, "outer_momentum": 0.5, "nesterov": True}
 RUNS: dict[str, tuple[tuple[int, float], ...]] = {
     "alone": ((STEPS, 1),),
     "three alike": ((STEPS, 1),) * 3,
