@@ -28,8 +28,8 @@ PLAIN = {
 HUGGING_FACE = {"transformers", "accelerate", "peft", "datasets", "evaluate", "trl"}
 MAY_IMPORT_HUGGING_FACE = ("hf/", "tools/", "parallel/sequence/")
 MAY_COMMUNICATE = {
-    "hf_dist/dist/collectives.py", "hf_dist/dist/groups.py", "hf_dist/dist/link.py", "hf_dist/dist/mesh.py",
-    "hf_dist/dist/rendezvous.py",
+    "hf_dist/dist/collectives.py", "hf_dist/dist/groups.py", "hf_dist/dist/mesh.py",
+    "hf_dist/dist/rendezvous.py", "hf_dist/dist/wires.py",
     "hf_dist/parallel/pipeline/p2p.py", "hf_dist/tools/bench/wire.py",
 }  # fmt: skip
 PEERS = "hf_dist/tools/bench/engines/"

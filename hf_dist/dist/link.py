@@ -6,13 +6,12 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hf_dist.dist.wires import Wire
 from hf_dist.errors import RemoteError
 
 __all__ = ["Link", "Message"]
@@ -33,11 +32,9 @@ _DTYPES = {
 class Link:
     """One of its two ends. Both ends are made in the same order on the two processes; one thread at a time uses an end."""
 
-    def __init__(self, store: dist.Store, name: str, side: int, peer: str, timeout: timedelta) -> None:
-        """`name`: the same at both ends, whose `side` is 0 or 1. `peer`: the other process, for errors. Blocks for it."""
-        # A group of two, beside those of the default group: it has no rank of the job, and ends with this object.
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"hf_dist/link/{name}", store), side, 2, timeout)
-        self._to = 1 - side
+    def __init__(self, wire: Wire, peer: str) -> None:
+        """`wire`: its bytes' way. `peer`: the other process, for errors."""
+        self.wire = wire
         self._peer = peer
         self._lock = threading.Lock()
         self.sent_nbytes = 0
@@ -55,8 +52,7 @@ class Link:
         parts = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
         parts += [_as_bytes(t) for t in host if t.numel()]
         with self._lock, self._watched():
-            for work in [self._group.send([part], self._to, 0) for part in parts]:
-                work.wait()
+            self.wire.send(parts)
         self.sent_nbytes += sum(t.nbytes for t in host)
 
     def receive(self) -> Message:
@@ -77,6 +73,11 @@ class Link:
         self.received_nbytes += sum(t.nbytes for t in tensors)
         return header, tensors
 
+    def close(self) -> None:
+        """Give the wire up. Idempotent."""
+        self.is_broken = True
+        self.wire.close()
+
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Inside, an error of the transport becomes one that names the other end."""
@@ -85,14 +86,14 @@ class Link:
         except RemoteError:
             self.is_broken = True
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self.is_broken = True
             if "imed out" in str(error):
                 raise RemoteError(f"{self._peer} did not answer in time") from error
             raise RemoteError(f"{self._peer} has ended", ended=self._peer) from error
 
     def _take(self, tensor: Tensor) -> Tensor:
-        self._group.recv([tensor], self._to, 0).wait()
+        self.wire.take(tensor)
         return tensor
 
 

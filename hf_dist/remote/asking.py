@@ -20,6 +20,7 @@ from hf_dist.dist.excepthook import print_error
 from hf_dist.dist.link import Link, Message
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
 from hf_dist.dist.roles import Place
+from hf_dist.dist.wires import GroupWire
 from hf_dist.errors import RemoteError
 from hf_dist.remote.routes import END, failure_of, server_of
 
@@ -124,7 +125,7 @@ class Asker:
             store.wait(keys, self._timeout)
             server = server_of(self._student, self._students, int(store.get(keys[1])))
             peer = f"data rank {server} of role {self.role}"
-            self._link = Link(store, f"{self.role}/{self._student}", 1, peer, self._timeout)
+            self._link = Link(GroupWire(store, f"{self.role}/{self._student}", 1, self._timeout), peer)
         return self._link
 
     def _exchange(self, header: Mapping[str, object], tensors: Sequence[Tensor]) -> Message:

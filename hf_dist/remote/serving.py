@@ -16,6 +16,7 @@ from hf_dist.dist.excepthook import lost_peer
 from hf_dist.dist.link import Link, Message
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.dist.roles import Place
+from hf_dist.dist.wires import GroupWire
 from hf_dist.errors import RemoteError
 from hf_dist.remote.routes import END, failure_of, rounds, students_of
 
@@ -67,7 +68,7 @@ class Server:
         self._links: dict[int, Link] = {}
         if self._leads:
             self._links = {
-                s: Link(place.store, f"{role}/{s}", 0, f"data rank {s} of the asking role", PATIENCE)
+                s: Link(GroupWire(place.store, f"{role}/{s}", 0, PATIENCE), f"data rank {s} of the asking role")
                 for s in self._mine
             }
 
