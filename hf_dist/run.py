@@ -4,6 +4,8 @@
     accelerate launch -m hf_dist.run --config zero3.json no_trainer.py --lr 1e-4
     torchrun --nproc_per_node 8 -m hf_dist.run --config zero3.json -m trl.scripts.sft --model_name_or_path ...
 
+    torchrun --nproc_per_node 2 -m hf_dist.run --config teacher.json    # no script: serves other jobs
+
 All arguments after the script (or module) are passed to it. Use `--config` for scripts without a `--deepspeed` option.
 """
 
@@ -26,13 +28,14 @@ def main(arguments: list[str]) -> None:
         os.environ["HF_DIST_CONFIG"] = value if equals else arguments.pop(0)
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]
-    if not arguments or arguments[0].startswith("-"):
+    serves = not (is_module or arguments) and "HF_DIST_CONFIG" in os.environ
+    if not serves and (not arguments or arguments[0].startswith("-")):
         print(__doc__)
         sys.exit(_USAGE)
     from hf_dist.dist import excepthook
 
     excepthook.install()
-    if not is_module:
+    if not is_module and not serves:
         from hf_dist.config.load import check_script
 
         check_script(arguments[0])
@@ -40,6 +43,8 @@ def main(arguments: list[str]) -> None:
 
     substitute()
     divide_into_roles()
+    if serves:
+        sys.exit(f"{_USAGE}\nOnly a config whose roles have a port is started without a script: it serves other jobs.")
     sys.argv = arguments
     if is_module:
         sys.path.insert(0, os.getcwd())

@@ -140,7 +140,8 @@ class Door:
         if len(self._strangers) >= _AT_ONCE:
             self._refuse(ready, next(iter(self._strangers.values())), "was one of too many at once")
         connection.setblocking(False)
-        made = _Stranger(connection, address[0], os.urandom(_CHANCE), time.monotonic() + _SECONDS)
+        host = address[0].removeprefix("::ffff:")  # an IPv4 address at a socket of both kinds
+        made = _Stranger(connection, host, os.urandom(_CHANCE), time.monotonic() + _SECONDS)
         self._strangers[connection] = made
         ready.register(connection, selectors.EVENT_READ)
         try:
@@ -199,12 +200,18 @@ class Door:
 
 
 def knock(
-    place: tuple[str, int], secret: Secret, guest: tuple[bytes, int, int], seconds: float, *, until: float = 0.0
+    place: tuple[str, int],
+    secret: Secret,
+    guest: tuple[bytes, int, int],
+    seconds: float,
+    *,
+    until: float = 0.0,
+    tell: Callable[[str], None] = lambda why: None,
 ) -> socket.socket:
     """Go in at the door at `place` (host, port) as visitor (visit, number, of): the connection.
 
-    `seconds`: to wait for each answer. `until`: seconds for which a door that nobody has opened yet is tried again. Raises
-    `RemoteError` for a door that does not open, and for one that does not prove itself.
+    `seconds`: to wait for each answer. `until`: seconds for which a door that nobody has opened yet is tried again, of which
+    `tell` is told once. Raises `RemoteError` for a door that does not open, and for one that does not prove itself.
     """
     where = f"{place[0]}:{place[1]}"
     over = time.monotonic() + until
@@ -215,6 +222,8 @@ def knock(
         except OSError as error:
             if time.monotonic() >= over:
                 raise RemoteError(f"nobody opens at {where}: {error}") from error
+            tell(f"nobody opens yet ({error})")
+            tell = lambda why: None  # noqa: E731
             time.sleep(_AGAIN)
     try:
         _prove(connection, where, secret, guest)

@@ -31,6 +31,7 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "agree_on_port",
     "has_started",
+    "have_come",
     "interface_of",
     "job_store",
     "meet_as",
@@ -232,12 +233,12 @@ def _offer_port(store: Any, word: str, world: int, deadline: float) -> int | Non
     hellos = [f"hf_dist/hello/{rank}" for rank in others]
     offer = json.dumps([word, port])
     while time.monotonic() < deadline:
-        if not _wait(store, hellos, _arrival(deadline)):
+        if not have_come(store, hellos, _arrival(deadline)):
             continue
         # Answer all ranks each time: rank 0 of the previous start may still be alive and overwrite offers.
         words = [found.decode() for found in store.multi_get(hellos)]
         store.multi_set([f"hf_dist/offer/{found}" for found in words], [offer] * len(words))
-        if _wait(store, [f"hf_dist/ack/{word}/{rank}" for rank in others], _ASK_AGAIN):
+        if have_come(store, [f"hf_dist/ack/{word}/{rank}" for rank in others], _ASK_AGAIN):
             store.set(f"hf_dist/go/{word}", "")
             return port
     return None
@@ -254,13 +255,13 @@ def release_port() -> None:
 def _take_port(store: dist.Store, hello: str, rank: int, deadline: float) -> int | None:
     acknowledged = ""
     while time.monotonic() < deadline:
-        if not _wait(store, [f"hf_dist/offer/{hello}"], _arrival(deadline)):
+        if not have_come(store, [f"hf_dist/offer/{hello}"], _arrival(deadline)):
             continue
         word, port = json.loads(store.get(f"hf_dist/offer/{hello}"))
         if word != acknowledged:
             acknowledged = word
             store.set(f"hf_dist/ack/{word}/{rank}", "")
-        if _wait(store, [f"hf_dist/go/{word}"], _ASK_AGAIN):
+        if have_come(store, [f"hf_dist/go/{word}"], _ASK_AGAIN):
             return int(port)
     return None
 
@@ -269,7 +270,8 @@ def _arrival(deadline: float) -> timedelta:
     return min(_ARRIVAL, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
-def _wait(store: dist.Store, keys: list[str], patience: timedelta) -> bool:
+def have_come(store: dist.Store, keys: list[str], patience: timedelta) -> bool:
+    """Whether these keys are in the store; waits so long for them."""
     try:
         store.wait(keys, patience)
     except dist.DistStoreError:
@@ -285,6 +287,8 @@ def has_started() -> bool:
 def start_store(rank: int, world: int) -> dist.Store:
     """A store of all processes of a start, on rank 0, beside those of the process groups. Collective, after `prepare_start`."""
     release_port()
+    if world == 1:  # perhaps without a launcher, so without an address
+        return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, world, is_master=rank == 0, timeout=DEFAULT_TIMEOUT)
 

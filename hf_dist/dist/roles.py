@@ -95,12 +95,13 @@ def place() -> Place | None:
     return _place
 
 
-def described() -> list[str]:
-    """The roles of this start, with their ranks, for people; empty without roles. Local."""
+def described(jobs: Mapping[str, str]) -> list[str]:
+    """The roles of this start, with their ranks, for people; empty without roles. `jobs`: role of another job -> where. Local."""
     if _place is None:
         return []
     parts = [f"{r.name} on {_ranks(r)}" for r in _place.roles.values() if r.name != _place.role.name]
-    return [f"this is {_place.role.name}, {_ranks(_place.role)} of the start; {', '.join(parts)}"]
+    parts += [f"{name} in the job at {where}" for name, where in jobs.items()]
+    return ["; ".join([f"this is {_place.role.name}, {_ranks(_place.role)} of the start", *([", ".join(parts)] if parts else [])])]
 
 
 def _ranks(role: Role) -> str:

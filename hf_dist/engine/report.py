@@ -9,6 +9,7 @@ import torch
 
 from hf_dist.config import BatchSizes, DistConfig, format_table
 from hf_dist.config.report import brief_lines
+from hf_dist.config.roles import jobs_of
 from hf_dist.config.training_sections import LocalSgdConfig
 from hf_dist.dist import roles
 from hf_dist.dist.network import describe
@@ -51,7 +52,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
     parts = {
-        "roles": roles.described(),
+        "roles": roles.described(jobs_of(config.hf_dist.roles)),
         "layout": [
             sharded.mesh.describe(),
             _resting(sharded),
@@ -78,7 +79,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
     states = States.of_engine(sharded, config, optimizer)
     parts = {
-        "roles": roles.described(),
+        "roles": roles.described(jobs_of(config.hf_dist.roles)),
         "layout": [
             sharded.mesh.describe(),
             _resting(sharded),

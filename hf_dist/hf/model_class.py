@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from hf_dist.errors import ConfigError, Problem
 
@@ -16,6 +17,7 @@ __all__ = [
     "model_class",
     "model_config",
     "new_model",
+    "told_config",
     "without_dropout",
     "without_dropout_modules",
 ]
@@ -38,6 +40,15 @@ def model_config(model: str, *, said_by: str = "--model") -> Any:
     except (OSError, ValueError) as error:
         fix = "Pass a folder that holds a config.json, or the ID of a model that can be reached."
         raise ConfigError(Problem(said_by, model, f"has no config that can be read: {error}", fix)) from None
+
+
+def told_config(values: Mapping[str, Any], *, said_by: str) -> Any:
+    """The HF config with these values of a config.json. Raises `ConfigError` for a model whose code is not in transformers."""
+    kind = str(values.get("model_type", ""))
+    if kind not in CONFIG_MAPPING:
+        fix = "Name a folder with the model's config and code, which need no weights."
+        raise ConfigError(Problem(said_by, "", f"is missing, and transformers knows no model {kind!r}", fix))
+    return CONFIG_MAPPING[kind].from_dict(dict(values))
 
 
 def architecture_of(config: object) -> str:

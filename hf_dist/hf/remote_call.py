@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,8 +14,8 @@ from hf_dist.dist import collectives
 from hf_dist.dist.link import Message
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import ConfigError, ModelError, Problem
-from hf_dist.hf.roles import asking_config
-from hf_dist.remote.asking import Asker, asker_of
+from hf_dist.hf.roles import asking_config, reached
+from hf_dist.remote.asking import Asker
 from hf_dist.remote.functions import is_allowed, name_of
 from hf_dist.remote.values import decoded, encoded
 
@@ -41,17 +41,16 @@ def remote_call(role: str, function: str | Callable[..., Any], *arguments: Any, 
     """
     roles, place, config = asking_config(role)
     name = name_of(function)
-    if not is_allowed(name, roles[role].functions):
-        raise ConfigError(
-            Problem(f"hf_dist.roles.{role}.functions", ", ".join(roles[role].functions) or "[]", f"does not allow {name}",
-                    f'Add "{name}" to it.')
-        )  # fmt: skip
+    if not roles[role].job:
+        _check_allowed(role, name, roles[role].functions)
     axes = axes_of(config, place.role.size)
     shares, mesh = axes.size("batch") > 1, None if _known is None else _known()
     if shares and mesh is None:
         raise ModelError("remote_call: ranks share rows, so prepare a model first: the ranks then know their groups")
-    asker = asker_of(place, role, axes, config.hf_dist.stall_report_seconds)
-    ends = _Ends(asker, place.roles[role].size, mesh if shares else None)
+    asker, offer = reached(role, roles[role], place, config)
+    if offer is not None:
+        _check_allowed(role, name, offer.functions)
+    ends = _Ends(asker, place.roles[role].size if offer is None else offer.ranks, mesh if shares else None)
     tensors: list[Tensor] = []
     options = {
         "function": name,
@@ -61,6 +60,12 @@ def remote_call(role: str, function: str | Callable[..., Any], *arguments: Any, 
     sent = tensors if axes.coordinate("data", place.rank) == 0 else []
     future, number = ends.ask("call", {str(i): t for i, t in enumerate(sent)}, options)
     return Reference(ends, future, number, name)
+
+
+def _check_allowed(role: str, name: str, allowed: Sequence[str]) -> None:
+    if not is_allowed(name, allowed):
+        found, fix = ", ".join(allowed) or "[]", f'Add "{name}" to it.'
+        raise ConfigError(Problem(f"hf_dist.roles.{role}.functions", found, f"does not allow {name}", fix))
 
 
 class Reference:

@@ -19,15 +19,14 @@ from hf_dist.dist import collectives
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.link import Message
 from hf_dist.dist.mesh import ParallelMesh
-from hf_dist.dist.roles import Place
 from hf_dist.errors import ModelError
-from hf_dist.hf.model_class import architecture_of, model_config, new_model
+from hf_dist.hf.model_class import architecture_of, new_model
 from hf_dist.hf.remote_training import KeptCall, TrainedRole, through_autograd
-from hf_dist.remote.asking import Asker, asker_of
+from hf_dist.remote.asking import Asker
 from hf_dist.remote.outputs import LEFT_OUT, unpacked
 from hf_dist.remote.routes import SEED
 
-__all__ = ["Answer", "RemoteModel", "stand_in"]
+__all__ = ["Answer", "RemoteModel", "generation_of", "stand_in"]
 
 
 class Answer(Mapping[str, Any]):
@@ -260,20 +259,27 @@ class _Head(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
+def generation_of(source: str | Mapping[str, Any] | None) -> GenerationConfig | None:
+    """The generation config of a folder or of values; None if there is none."""
+    if not isinstance(source, str):
+        return None if source is None else GenerationConfig.from_dict(dict(source))
+    with contextlib.suppress(OSError):
+        return GenerationConfig.from_pretrained(source)
+    return None
+
+
 def stand_in(
-    place: Place,
-    role: str,
-    model: str,
+    asker: Asker,
+    config: Any,
     axes: Axes,
     *,
     dtype: torch.dtype = torch.float32,
-    tells_after: float = 0.0,
+    generation: GenerationConfig | None = None,
 ) -> Any:
-    """The frozen stand-in of the model in folder `model`, which `role` serves in `dtype`.
+    """The frozen stand-in of the model of an HF config, which the role of `asker` serves in `dtype`.
 
-    `axes`: of the asking role; `tells_after`: seconds after which a rank that waits for an answer says so.
+    `axes`: of the asking role; `generation`: the model's; None: what HF makes from its config.
     """
-    config = model_config(model, said_by=f"hf_dist.roles.{role}.model")
     name = architecture_of(config) or "AutoModelForCausalLM"
     with torch.device("meta"):
         made = new_model(name, config)
@@ -288,9 +294,8 @@ def stand_in(
             setattr(whole, child, _Head(whole))
         else:
             delattr(whole, child)
-    with_generation = getattr(whole, "generation_config", None) is not None
     whole.__dict__.update(
-        _asker=asker_of(place, role, axes, tells_after),
+        _asker=asker,
         _shares_rows=axes.size("batch") > 1,
         _mesh=None,
         _device=torch.device("cpu"),
@@ -299,7 +304,6 @@ def stand_in(
         _joint_norm=True,
         trains=False,
     )
-    if with_generation:
-        with contextlib.suppress(OSError):  # without such a file HF has made one from the config
-            whole.generation_config = GenerationConfig.from_pretrained(model)
+    if generation is not None and getattr(whole, "generation_config", None) is not None:
+        whole.generation_config = generation
     return whole.eval().requires_grad_(False)

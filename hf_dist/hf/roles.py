@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-
 from hf_dist.config import DistConfig, axes_of
-from hf_dist.config.roles import RoleConfig, asking_role, roles_of
+from hf_dist.config.roles import RoleConfig, asking_role, local_sizes, roles_of, serves_jobs
 from hf_dist.dist import excepthook
+from hf_dist.dist.axes import Axes
 from hf_dist.dist.mesh import leave_job
 from hf_dist.dist.roles import Place, divide, place
+from hf_dist.dist.secret import Secret
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.model_class import model_config, told_config
 from hf_dist.log import say_once
-from hf_dist.planning.role_parts import role_layout
+from hf_dist.planning.role_parts import role_dtype, role_layout
+from hf_dist.remote.asking import Asker, asker_of
+from hf_dist.remote.offer import Offer
 from hf_dist.sharding.precision import DTYPES
 
 __all__ = ["enter", "remote_model"]
@@ -23,7 +26,8 @@ _asking: DistConfig | None = None
 
 
 def enter(config: DistConfig) -> None:
-    """Divide the start as `hf_dist.roles` says. Returns on the ranks of the trainer; the others serve, and exit then.
+    """Divide the start as `hf_dist.roles` says. Returns on the ranks of the trainer; the others serve, and exit then. A start
+    that serves other jobs goes on until it is ended from outside.
 
     Every process of the start calls it, before torch.distributed starts. Repeated calls and a config without roles are no-ops.
     """
@@ -32,7 +36,9 @@ def enter(config: DistConfig) -> None:
     if not roles:
         return
     excepthook.install()
-    where = divide({name: role.ranks for name, role in roles.items()}, {name: r.replicas for name, r in roles.items()})
+    if serves_jobs(roles) or any(role.job for role in roles.values()):
+        Secret.of_environment()  # before anything is loaded
+    where = divide(local_sizes(roles), {name: role.replicas for name, role in roles.items()})
     if where.role.kind == asking_role(roles):
         _asking = config
         return
@@ -84,28 +90,57 @@ def remote_model(role: str, *, trains: bool = False) -> Any:
     Raises `ConfigError` if the config names no such role, or one without an optimizer is to train.
     """
     roles, where, config = asking_config(role)
-    if not roles[role].model:
+    said = roles[role]
+    if not said.model and not said.job:
         served = [name for name, each in roles.items() if each.model]
         raise ConfigError(
             Problem("hf_dist.roles", repr(role), f"is no role with a model; those are {', '.join(served)}", "")
         )
-    from hf_dist.hf.remote_model import stand_in
-
-    layout = role_layout(roles[role])
-    axes, seconds = axes_of(config, where.role.size), config.hf_dist.stall_report_seconds
-    made = stand_in(where, role, roles[role].model, axes, dtype=_dtype_of(layout), tells_after=seconds)
     if trains:
-        if layout.optimizer is None:
-            path, fix = (
-                f"hf_dist.roles.{role}.config",
-                'Add "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}} to it.',
-            )
-            raise ConfigError(Problem(path, "", "has no optimizer, and the role is to train", fix))
-        made.will_train(joint_norm=roles[role].clip == "joint")
+        _check_trains(role, said)
+    asker, offer = reached(role, said, where, config)
+    made = _standing_in(role, said, asker, offer, axes_of(config, where.role.size))
+    if trains:
+        made.will_train(joint_norm=said.clip == "joint")
     return made
 
 
-def _dtype_of(config: DistConfig) -> torch.dtype:
-    """In which the role computes."""
-    name = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled is True), "fp32")
-    return DTYPES[name]
+def _check_trains(role: str, said: RoleConfig) -> None:
+    path = f"hf_dist.roles.{role}"
+    if said.job:
+        what = "is in another job, which outlives this one, so its weights cannot be trained here"
+        raise ConfigError(Problem(f"{path}.job", repr(said.job), what, "Give the role ranks of this start."))
+    if role_layout(said).optimizer is None:
+        fix = 'Add "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}} to it.'
+        raise ConfigError(Problem(f"{path}.config", "", "has no optimizer, and the role is to train", fix))
+
+
+def _standing_in(role: str, said: RoleConfig, asker: Asker, offer: Offer | None, axes: Axes) -> Any:
+    from hf_dist.hf.remote_model import generation_of, stand_in
+
+    path, generation = f"hf_dist.roles.{role}.model", said.model if offer is None else said.model or offer.generation
+    if offer is not None and offer.config is None:
+        what = f"has no model; it runs {', '.join(offer.functions)}"
+        raise ConfigError(Problem(f"hf_dist.roles.{role}.job", repr(said.job), what, ""))
+    given = None if offer is None or said.model else offer.config
+    model = model_config(said.model, said_by=path) if given is None else told_config(given, said_by=path)
+    dtype = DTYPES[role_dtype(role_layout(said)) if offer is None else offer.dtype]
+    return stand_in(asker, model, axes, dtype=dtype, generation=generation_of(generation))
+
+
+def reached(role: str, said: RoleConfig, where: Place, config: DistConfig) -> tuple[Asker, Offer | None]:
+    """This rank's end towards a role, and what a role of another job has said of itself. Every rank of the trainer calls it.
+
+    Waits for a role of another job to be there, and for its turn.
+    """
+    axes, seconds = axes_of(config, where.role.size), config.hf_dist.stall_report_seconds
+    if not said.job:
+        return asker_of(where, role, axes, seconds), None
+    from hf_dist.remote.visiting import ToJob
+
+    def way(student: int, students: int, leads: bool) -> ToJob:
+        return ToJob(where.store, role, said.address, student, students, leads=leads)
+
+    asker = asker_of(where, role, axes, seconds, way)
+    assert isinstance(asker.way, ToJob)
+    return asker, asker.way.offer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from hf_dist.config import BatchSizes, DistConfig, resolve_without_trainer
 from hf_dist.config.roles import RoleConfig
 from hf_dist.dist import collectives
 from hf_dist.dist.link import Message
+from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.dist.roles import Place
 from hf_dist.engine.build import build_engine, mesh_for
 from hf_dist.engine.engine import Engine
@@ -20,9 +23,12 @@ from hf_dist.errors import ModelError
 from hf_dist.hf.loading import from_pretrained
 from hf_dist.hf.model_class import architecture_of, model_class, model_config
 from hf_dist.hf.serving_training import Training, arguments_of, fields_of, in_mode
+from hf_dist.planning.role_parts import role_dtype
 from hf_dist.remote.functions import Functions
+from hf_dist.remote.offer import Offer
 from hf_dist.remote.outputs import packed
-from hf_dist.remote.serving import Call, Calls, Server, serve
+from hf_dist.remote.serving import Call, Calls, Release, Server, serve
+from hf_dist.remote.visits import Visits, serve_jobs
 from hf_dist.sharding.full_params import gathered
 
 __all__ = ["serve_role"]
@@ -31,45 +37,70 @@ __all__ = ["serve_role"]
 def serve_role(place: Place, role: RoleConfig, config: DistConfig) -> int:
     """Serve the role's model in the layout `config`, and its functions, until the trainer has ended. Every rank calls it.
 
-    Returns how many calls were answered.
+    Returns how many calls were answered. A role that other jobs ask is served for ever.
     """
+    name, offer = place.role.name, Offer(place.role.name, place.role.size, role.functions)
     if not role.model:
         mesh = mesh_for(config)
-        functions = Functions(mesh, role.functions, place.role.name)
-        return serve(Server(place, mesh), functions.calls, functions.release)
-    folder = role.model
-    name = (
-        architecture_of(model_config(folder, said_by=f"hf_dist.roles.{place.role.name}.model"))
-        or "AutoModelForCausalLM"
-    )
-    model = from_pretrained(model_class(name), folder)
-    model.config.use_cache = False  # no answer has one
-    mesh = mesh_for(config, model=model)
-    config = resolve_without_trainer(config, data_ranks=mesh.data.size, on_gpu=mesh.device.type == "cuda")
-    server, functions = Server(place, mesh), Functions(mesh, role.functions, place.role.name)
-    served = _Served(model, config, server)
+        served = None
+    else:
+        found = model_config(role.model, said_by=f"hf_dist.roles.{name}.model")
+        model = from_pretrained(model_class(architecture_of(found) or "AutoModelForCausalLM"), role.model)
+        model.config.use_cache = False  # no answer has one
+        mesh = mesh_for(config, model=model)
+        on_gpu = mesh.device.type == "cuda"
+        served = _Served(model, resolve_without_trainer(config, data_ranks=mesh.data.size, on_gpu=on_gpu), mesh)
+        offer = _with_model(offer, model, role_dtype(config))
+    if role.port:
+        serve_jobs(Visits(place, mesh, role.port, offer), place, mesh, lambda: _answers(name, role, mesh, served))
+    server = Server(place, mesh)
+    return serve(server, *_answers(name, role, mesh, served, server.students))
+
+
+def _with_model(offer: Offer, model: Any, dtype: str) -> Offer:
+    """The same, with what a stand-in of the model needs."""
+    generation = getattr(model, "generation_config", None)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return replace(
+        offer, dtype=dtype, config=config,
+        generation=None if generation is None else json.loads(generation.to_json_string(use_diff=False)),
+    )  # fmt: skip
+
+
+def _answers(
+    name: str, role: RoleConfig, mesh: ParallelMesh, served: _Served | None, students: int = 0
+) -> tuple[Calls, Release]:
+    """What the role answers to one asking role. `students`: its data ranks, if it may train the weights; else 0."""
+    functions = Functions(mesh, role.functions, name)
+    if served is None:
+        return functions.calls, functions.release
+    if not students:
+        return {**served.calls, **functions.calls}, functions.release
+    training = served.training(students)
 
     def release(student: int, numbers: Sequence[int]) -> None:
-        served.training.release(student, numbers)
+        training.release(student, numbers)
         functions.release(student, numbers)
 
-    return serve(server, {**served.calls, **functions.calls}, release)
+    return {**served.calls, **training.calls, **functions.calls}, release
 
 
 class _Served:
-    def __init__(self, model: nn.Module, config: DistConfig, server: Server) -> None:
+    def __init__(self, model: nn.Module, config: DistConfig, mesh: ParallelMesh) -> None:
         self._model: Any = model
-        self._config, self._mesh = config, server.mesh
+        self._config, self._mesh = config, mesh
         self._built: Engine | None = None
         self._example: Call | None = None
         """The last call of `hidden`, with which the head is tried."""
-        self.training = Training(self._trained_engine, self._mesh, server.students)
+
+    def training(self, students: int) -> Training:
+        """The end of a role that so many data ranks may train."""
+        return Training(self._trained_engine, self._mesh, students)
 
     @property
     def calls(self) -> Calls:
-        """What the role answers. Every rank of the role makes each call."""
-        frozen = {"forward": self.forward, "hidden": self.hidden, "log_probs": self.log_probs, "head": self.head}
-        return {**frozen, **self.training.calls}
+        """What frozen weights answer. Every rank of the role makes each call."""
+        return {"forward": self.forward, "hidden": self.hidden, "log_probs": self.log_probs, "head": self.head}
 
     def _engine(self, inputs: Mapping[str, Any], *, trainable: bool = False) -> Engine:
         """The model's engine; the first call makes it, because its inputs are the example for pipeline stages."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dist.config import DistConfig, load_config
-from hf_dist.config.roles import RoleConfig, asking_role, roles_of
+from hf_dist.config.roles import RoleConfig, asking_role, local_sizes, roles_of
 from hf_dist.dist.roles import dealt
 
-__all__ = ["Part", "parts_of", "role_layout"]
+__all__ = ["Part", "parts_of", "role_dtype", "role_layout"]
 
 _ZERO3 = {"zero_optimization": {"stage": 3}}
 
@@ -49,18 +49,24 @@ def role_layout(role: RoleConfig) -> DistConfig:
     return load_config(role.config if role.config is not None else _ZERO3)
 
 
+def role_dtype(layout: DistConfig) -> str:
+    """In which a role of this layout computes: fp32, bf16 or fp16."""
+    return next((name for name in ("bf16", "fp16") if getattr(layout, name).enabled is True), "fp32")
+
+
 def parts_of(config: DistConfig, world: int) -> list[Part]:
-    """The roles of a start of `world` ranks; the one that runs the script is the first. Raises `ConfigError`."""
+    """The roles of a start of `world` ranks; the one that runs the script is the first. Raises `ConfigError`.
+
+    Roles of other jobs are none of them.
+    """
     roles = roles_of(config.hf_dist.roles)
     if not roles:
         return [Part("", 0, world, config, None)]
     asker = asking_role(roles)
-    places = dealt(
-        {name: role.ranks for name, role in roles.items()}, world, {name: role.replicas for name, role in roles.items()}
-    )
+    places = dealt(local_sizes(roles), world, {name: role.replicas for name, role in roles.items()})
 
     def found() -> Iterator[Part]:
-        for name in sorted(roles, key=lambda name: name != asker):
+        for name in sorted(places, key=lambda name: name != asker):
             role, place = roles[name], places[name]
             own = config if name == asker else role_layout(role)
             model = None if name == asker else role.model

@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,20 +24,68 @@ from hf_dist.dist.wires import GroupWire
 from hf_dist.errors import RemoteError
 from hf_dist.remote.routes import END, failure_of, server_of
 
-__all__ = ["Asker", "asker_of"]
+__all__ = ["Asker", "Way", "asker_of"]
 
 _askers: dict[str, Asker] = {}
 _FAREWELL = 60.0
 """Seconds in which a role takes the last word."""
 
 
-def asker_of(place: Place, role: str, axes: Axes, tells_after: float = 0.0) -> Asker:
-    """The one end of this process towards `role`. `axes`: of the asking role; `tells_after`: see `Asker`."""
+class Way(Protocol):
+    """How a data rank of the asking role reaches the role."""
+
+    def link(self, timeout: timedelta) -> Link:
+        """Its link; waits for the other end. `timeout`: of an answer."""
+
+    def tell(self, problem: Mapping[str, Any]) -> None:
+        """Let the other ranks of the asking role know of an error that the role has sent here."""
+
+    def failure(self) -> Mapping[str, Any] | None:
+        """The error of the role that another rank knows of, asked when the link is lost."""
+
+
+def asker_of(
+    place: Place,
+    role: str,
+    axes: Axes,
+    tells_after: float = 0.0,
+    way: Callable[[int, int, bool], Way] | None = None,
+) -> Asker:
+    """The one end of this process towards `role`. `axes`: of the asking role; `tells_after`: see `Asker`.
+
+    `way(student, students, leads)`: how this rank reaches the role; None: through the store of the start.
+    """
     if role not in _askers:
         student, students = axes.coordinate("data", place.rank), axes.size("data")
         leads = axes.coordinate("batch", place.rank) == 0
-        _askers[role] = Asker(place, role, student, students, leads=leads, tells_after=tells_after)
+        made = InStart(place.store, role, student, students) if way is None else way(student, students, leads)
+        _askers[role] = Asker(place, role, made, leads=leads, tells_after=tells_after)
     return _askers[role]
+
+
+class InStart:
+    """The way to a role of the same start: both ends meet in its store."""
+
+    def __init__(self, store: Any, role: str, student: int, students: int) -> None:
+        self._store, self._role, self._student, self._students = store, role, student, students
+
+    def link(self, timeout: timedelta) -> Link:
+        """The link; waits for the role."""
+        store, keys = self._store, [f"roles/{self._role}/{side}" for side in ("students", "servers")]
+        if self._student == 0:
+            store.set(keys[0], str(self._students))
+        store.wait(keys, timeout)
+        server = server_of(self._student, self._students, int(store.get(keys[1])))
+        wire = GroupWire(store, f"{self._role}/{self._student}", 1, timeout)
+        return Link(wire, f"data rank {server} of role {self._role}")
+
+    def tell(self, problem: Mapping[str, Any]) -> None:
+        """Nothing: the role has written it there."""
+
+    def failure(self) -> Mapping[str, Any] | None:
+        """What the role has written."""
+        key = failure_of(self._role)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 class Asker:
@@ -47,8 +95,7 @@ class Asker:
         self,
         place: Place,
         role: str,
-        student: int,
-        students: int,
+        way: Way,
         *,
         leads: bool = True,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -58,7 +105,7 @@ class Asker:
 
         `timeout`: of an answer; `tells_after`: seconds after which a rank that waits says so, ever rarer; 0: never."""
         self.role = role
-        self._place, self._student, self._students, self._timeout = place, student, students, timeout
+        self._place, self.way, self._timeout = place, way, timeout
         self._tells_after = tells_after
         self._leads = leads
         self._link: Link | None = None
@@ -117,30 +164,22 @@ class Asker:
                 future.set_exception(error)
                 broken = error if self._link is None or self._link.is_broken else None
 
-    def _connected(self) -> Link:
-        if self._link is None:
-            store, keys = self._place.store, [f"roles/{self.role}/{side}" for side in ("students", "servers")]
-            if self._student == 0:
-                store.set(keys[0], str(self._students))
-            store.wait(keys, self._timeout)
-            server = server_of(self._student, self._students, int(store.get(keys[1])))
-            peer = f"data rank {server} of role {self.role}"
-            self._link = Link(GroupWire(store, f"{self.role}/{self._student}", 1, self._timeout), peer)
-        return self._link
-
     def _exchange(self, header: Mapping[str, object], tensors: Sequence[Tensor]) -> Message:
-        link = self._connected()
+        if self._link is None:
+            self._link = self.way.link(self._timeout)
         try:
-            link.send(header, tensors)
+            self._link.send(header, tensors)
             if header["call"] == END:
                 return {}, []
-            answer, found = link.receive()
+            answer, found = self._link.receive()
         except RemoteError as lost:
-            store, key = self._place.store, failure_of(self.role)
-            if header["call"] == END or not store.check([key]):
+            problem = None if header["call"] == END else self.way.failure()
+            if problem is None:
                 raise
-            raise self._failure(json.loads(store.get(key))) from lost
+            raise self._failure(problem) from lost
         if "error" in answer:
+            if not answer.get("goes_on"):
+                self.way.tell(answer)
             raise self._failure(answer)
         return answer, found
 

@@ -12,7 +12,7 @@ from hf_dist.dist import collectives
 from hf_dist.dist.link import Message
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import ModelError
-from hf_dist.remote.serving import Call, Calls
+from hf_dist.remote.serving import Call, Calls, RefusedCall
 from hf_dist.remote.values import decoded, encoded
 
 __all__ = ["Functions", "is_allowed", "name_of"]
@@ -70,7 +70,7 @@ class Functions:
 
     def _function(self, name: str) -> Callable[..., Any]:
         if not is_allowed(name, self._allowed):
-            raise ModelError(
+            raise RefusedCall(
                 f"{name} is not in hf_dist.roles.{self._role}.functions ({', '.join(self._allowed) or 'which is empty'})"
             )
         module, _, attribute = name.partition(":")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["END", "SEED", "failure_of", "rounds", "server_of", "students_of"]
+from datetime import timedelta
+
+__all__ = ["END", "LOST", "PATIENCE", "SEED", "failure_of", "rounds", "server_of", "students_of"]
 
 SEED = "hf_dist_seed"
 """The option of a forward in training mode: of its dropout."""
 END = "end"
 """The call after which none follows."""
+LOST = "lost"
+"""In place of a call of a data rank that is gone; no end sends it."""
+PATIENCE = timedelta(days=7)
+"""How long a role waits for the next call: users tokenise, evaluate and generate between two."""
 
 
 def failure_of(role: str) -> str:
