@@ -21,7 +21,7 @@ def draw_roles(roles: Sequence[tuple[Part, Axes]]) -> Picture:
     trainer = roles[0][1]
     for number, (part, axes) in enumerate(roles):
         shown = [axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if axes.size(axis) > 1]
-        asked = [each for each in roles[1:] if not each[0].averages] if number == 0 else []
+        asked = [each for each in roles[1:] if not each[0].averages] if number == 0 and part.model is None else []
         height = _LINE * (1 + len(shown) + len(asked)) + 8
         colour = _COLOURS[number % len(_COLOURS)]
         picture.words(6, y + 13, part.name, bold=True)

@@ -68,3 +68,32 @@ def test_roles_that_do_not_add_up_are_named(command: str, tmp_path: Path) -> Non
     ranks = ("--world-size", "2", "--model", student) if command == "plan" else ("--ranks", "2")
     result = called(command, "--config", config, *ranks)
     assert "hf_dist.roles" in str(result.exception) and "leaves no rank for trainer" in str(result.exception)
+
+
+def test_a_role_of_another_job_takes_neither_ranks_nor_bytes_here(tmp_path: Path) -> None:
+    file, student, _ = files(tmp_path, {"zero_optimization": {"stage": 3}})
+    beside = json.loads(Path(file).read_text())
+    beside["hf_dist"]["roles"]["teacher"] = {"job": "$TEACHER"}
+    (part,) = parts_of(load_config(beside), 3)
+    assert (part.title, part.trains) == ("role trainer, ranks 0-2", True)
+    Path(file).write_text(json.dumps(beside))
+    found = called("plan", "--model", student, "--config", file, "--world-size", "3", "--json")
+    assert found.exit_code == 0 and "roles" not in json.loads(found.output)
+
+
+def test_a_start_that_serves_other_jobs_is_planned_and_drawn_by_its_roles(tmp_path: Path) -> None:
+    _, student, nbytes = files(tmp_path, {})
+    teacher = {
+        "ranks": "rest",
+        "model": str(tmp_path / "teacher"),
+        "config": {"zero_optimization": {"stage": 3}},
+        "port": 29600,
+    }
+    file = tmp_path / "serving.json"
+    file.write_text(json.dumps({"hf_dist": {"roles": {"teacher": teacher}}}))
+    found = called("plan", "--model", student, "--config", str(file), "--world-size", "2")
+    assert found.exit_code == 0 and "role teacher, ranks 0-1" in found.output and "weights, at rest" in found.output
+    assert "backward" not in found.output and nbytes
+    assert called("mesh", "--config", str(file), "--ranks", "2", "--output", str(tmp_path / "x.svg")).exit_code == 0
+    found = called("check", "--model", student, "--config", str(file))
+    assert found.exit_code != 0 and "none of them trains" in str(found.exception or found.output)

@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_dist.config import DistConfig, axes_of, load_config, read_config
+from hf_dist.config.roles import asking_role, roles_of
 from hf_dist.config.values import is_auto
-from hf_dist.errors import ModelError
+from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf.model_class import (
     architecture_of,
     keep_layers,
@@ -149,7 +150,8 @@ def prepare(asked: Asked, folder: Path) -> Job:
     )
     model.save_pretrained(folder / "model")  # type: ignore[operator]
     torch.save(batches, folder / "batches.pt")
-    layout = _plain(read, read_config(asked.config).data, micro, accumulation)
+    layout, left_out = _without_roles(_plain(read, read_config(asked.config).data, micro, accumulation), asked.config)
+    said += left_out
     optimizer, params = _optimizer(read)
     alone = {key: layout[key] for key in _SAME_PRECISION if key in layout}
     alone["zero_optimization"] = {"stage": 0}
@@ -165,6 +167,19 @@ def prepare(asked: Asked, folder: Path) -> Job:
         accumulation=accumulation,
         said=tuple(said),
     )
+
+
+def _without_roles(layout: dict[str, Any], config: Path) -> tuple[dict[str, Any], list[str]]:
+    """The trainer's own layout, and what is to be said of it. Raises `ConfigError` for a file in which no role trains."""
+    roles = roles_of(layout.get("hf_dist", {}).get("roles", {}))
+    if not roles:
+        return layout, []
+    if not asking_role(roles):
+        what = "serve other jobs, and none of them trains"
+        raise ConfigError(Problem("hf_dist.roles", ", ".join(roles), what, f"Check the config of a role of {config}."))
+    own = {key: value for key, value in layout["hf_dist"].items() if key != "roles"}
+    others = ", ".join(name for name, role in roles.items() if not role.asks)
+    return {**layout, "hf_dist": own}, [f"the layout of the trainer alone, on all ranks, without {others}"]
 
 
 def _normalisations(model: nn.Module) -> list[nn.Module]:

@@ -114,10 +114,13 @@ def _plan_config(asked: Asked, config: Path) -> None:
     from hf_dist.planning.role_parts import parts_of
 
     trainer, *rest = parts_of(load_config(config), asked.world_size)
+    meta = meta_model(asked.model)
+    if trainer.model is not None:
+        _plan_serving(asked, [trainer, *rest], row_tokens(meta, None if asked.seq is None else _tokens(asked.seq)))
+        return
     others, servers = [part for part in rest if part.model], [part for part in rest if part.averages]
     world = trainer.ranks
     limits = _limits(asked.device_memory, asked.host_memory, world)
-    meta = meta_model(asked.model)
     resolved = resolved_config(trainer.config, world, asked.micro_batch, meta)
     micro = resolved.train_micro_batch_size_per_gpu
     assert isinstance(micro, int)
@@ -172,6 +175,20 @@ def _server_nbytes(part: Part, meta: nn.Module, config: DistConfig) -> int:
     """Bytes of a rank of a server of replicas, at rest: fp32 weights, momentum and the sum of a round."""
     numel = sum(p.numel() for p in meta.parameters() if p.requires_grad)
     return 4 * (3 if config.local_sgd.outer_momentum else 1) * -(-numel // part.ranks)
+
+
+def _plan_serving(asked: Asked, parts: list[Part], tokens: int) -> None:
+    """Of a start that serves other jobs, and trains nothing."""
+    limits = _limits(asked.device_memory, asked.host_memory, asked.world_size)
+    served = [part for part in parts if part.model]
+    plans = [_role_plan(part, asked.micro_batch or 1, tokens) for part in served]
+    if asked.json:
+        print(
+            json.dumps({"roles": {part.name: its.as_dict() for part, its in zip(served, plans, strict=True)}}, indent=2)
+        )
+    else:
+        print("\n".join(_role_text(part, its, limits) for part, its in zip(served, plans, strict=True)))
+    _end(limits, served, plans)
 
 
 def _role_plan(part: Part, micro: int, tokens: int) -> MemoryPlan:
