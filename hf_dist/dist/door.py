@@ -1,6 +1,6 @@
 """The door of a job that others may ask: a connection comes in when both of its ends have proved that they know one secret.
 
-    door -> visitor    40 bytes   what listens here, and a number of chance
+    door -> visitor    40 bytes   what listens here, and a nonce
     visitor -> door    96 bytes   the same, which visit, which of how many visitors, and the proof of all that
     door -> visitor    32 bytes   the door's own proof
 
@@ -27,12 +27,12 @@ from hf_dist.log import say_here
 __all__ = ["VISIT", "Door", "Guest", "knock"]
 
 _HERE = b"hf_dist1"
-_CHANCE = 32
+_NONCE = 32
 VISIT = 16
 """Bytes that name a visit."""
 _NUMBERS = struct.Struct(">II")
-_GREETING = len(_HERE) + _CHANCE
-_SAID = len(_HERE) + _CHANCE + VISIT + _NUMBERS.size
+_GREETING = len(_HERE) + _NONCE
+_SAID = len(_HERE) + _NONCE + VISIT + _NUMBERS.size
 _WHOLE = _SAID + PROOF
 _SECONDS = 10.0
 """In which a visitor has proved itself, however it deals out its bytes."""
@@ -58,7 +58,7 @@ class Guest:
 class _Stranger:
     connection: socket.socket
     host: str
-    chance: bytes
+    nonce: bytes
     until: float
     said: bytearray = field(default_factory=bytearray)
 
@@ -141,11 +141,11 @@ class Door:
             self._refuse(ready, next(iter(self._strangers.values())), "was one of too many at once")
         connection.setblocking(False)
         host = address[0].removeprefix("::ffff:")  # an IPv4 address at a socket of both kinds
-        made = _Stranger(connection, host, os.urandom(_CHANCE), time.monotonic() + _SECONDS)
+        made = _Stranger(connection, host, os.urandom(_NONCE), time.monotonic() + _SECONDS)
         self._strangers[connection] = made
         ready.register(connection, selectors.EVENT_READ)
         try:
-            connection.send(_HERE + made.chance)  # an empty buffer takes it whole
+            connection.send(_HERE + made.nonce)  # an empty buffer takes it whole
         except OSError:
             self._refuse(ready, made, "went away")
 
@@ -165,7 +165,7 @@ class Door:
     def _decide(self, ready: selectors.BaseSelector, stranger: _Stranger) -> None:
         said, proof = bytes(stranger.said[:_SAID]), bytes(stranger.said[_SAID:])
         number, of = _NUMBERS.unpack(said[-_NUMBERS.size :])
-        if not self._secret.is_proved(proof, b"visitor", stranger.chance + said):
+        if not self._secret.is_proved(proof, b"visitor", stranger.nonce + said):
             self._refuse(ready, stranger, "does not know HF_DIST_SECRET of this job")
             return
         if number >= of or len(self._guests) >= _INSIDE:
@@ -174,7 +174,7 @@ class Door:
         visit = said[-_NUMBERS.size - VISIT : -_NUMBERS.size]
         self._forget(ready, stranger)
         try:
-            stranger.connection.send(self._secret.prove(b"door", said + stranger.chance))
+            stranger.connection.send(self._secret.prove(b"door", said + stranger.nonce))
         except OSError:
             stranger.connection.close()
             return
@@ -239,15 +239,15 @@ def _prove(connection: socket.socket, where: str, secret: Secret, guest: tuple[b
     greeting = _taken(connection, _GREETING)
     if not greeting.startswith(_HERE) or len(greeting) < _GREETING:
         raise RemoteError(f"what listens at {where} is no role of hf_dist of this version: it said {greeting[:16]!r}")
-    chance = greeting[len(_HERE) :]
+    nonce = greeting[len(_HERE) :]
     visit, number, of = guest
-    said = _HERE + os.urandom(_CHANCE) + visit + _NUMBERS.pack(number, of)
+    said = _HERE + os.urandom(_NONCE) + visit + _NUMBERS.pack(number, of)
     with contextlib.suppress(BrokenPipeError):
-        connection.sendall(said + secret.prove(b"visitor", chance + said))
+        connection.sendall(said + secret.prove(b"visitor", nonce + said))
     proof = _taken(connection, PROOF)
     if not proof:
         raise RemoteError(f"the role at {where} has refused this job: give both jobs the same HF_DIST_SECRET")
-    if not secret.is_proved(proof, b"door", said + chance):
+    if not secret.is_proved(proof, b"door", said + nonce):
         raise RemoteError(f"what listens at {where} does not know HF_DIST_SECRET of this job, so nothing is sent there")
 
 

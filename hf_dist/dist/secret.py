@@ -14,7 +14,7 @@ VARIABLE = "HF_DIST_SECRET"
 PROOF = hashlib.sha256().digest_size
 """Bytes of a proof."""
 _LEAST = 16
-"""Characters. Somebody who has listened can try words at leisure; so many characters of chance are never found."""
+"""Characters. Somebody who has listened can try words at leisure; so many random characters are never found."""
 
 
 class Secret:
@@ -35,8 +35,8 @@ class Secret:
         return cls(os.environ.get(VARIABLE, "").strip())
 
     def prove(self, who: bytes, said: bytes) -> bytes:
-        """A proof that `who`, one of two ends, knows the secret. `said`: numbers of chance of both ends, so that no proof is
-        good twice."""
+        """A proof that `who`, one of two ends, knows the secret. `said`: with nonces of both ends, so that no proof is good
+        twice."""
         return hmac.digest(self._key, who + b"\0" + said, "sha256")
 
     def is_proved(self, proof: bytes, who: bytes, said: bytes) -> bool:

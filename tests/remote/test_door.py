@@ -59,14 +59,14 @@ def is_shut(connection: socket.socket) -> bool:
 
 
 def greeted(door: Door) -> tuple[socket.socket, bytes]:
-    """A connection, and the number of chance that it was told."""
+    """A connection, and the nonce that it was told."""
     connection = socket.create_connection(at(door), SECONDS)
     return connection, doors._taken(connection, doors._GREETING)[len(doors._HERE) :]
 
 
-def a_proof(secret: Secret, chance: bytes, number: int = 1, of: int = 3) -> bytes:
+def a_proof(secret: Secret, nonce: bytes, number: int = 1, of: int = 3) -> bytes:
     said = doors._HERE + bytes(32) + b"v" * VISIT + struct.pack(">II", number, of)
-    return said + secret.prove(b"visitor", chance + said)
+    return said + secret.prove(b"visitor", nonce + said)
 
 
 def test_who_knows_the_secret_comes_in(door: Door) -> None:
@@ -96,9 +96,9 @@ def test_bytes_of_a_stranger_are_refused(door: Door, sent: bytes, with_the_word:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.integers(0, 8 * (8 + 32 + VISIT + 8 + PROOF) - 1))
 def test_a_proof_with_any_bit_changed_is_refused(door: Door, bit: int) -> None:
-    connection, chance = greeted(door)
+    connection, nonce = greeted(door)
     with connection:
-        sent = bytearray(a_proof(OURS, chance))
+        sent = bytearray(a_proof(OURS, nonce))
         sent[bit // 8] ^= 1 << bit % 8
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
@@ -107,10 +107,10 @@ def test_a_proof_with_any_bit_changed_is_refused(door: Door, bit: int) -> None:
 
 
 def test_a_proof_that_was_overheard_is_good_for_nothing(door: Door) -> None:
-    first, chance = greeted(door)
+    first, nonce = greeted(door)
     second, _ = greeted(door)
     with first, second:
-        heard = a_proof(OURS, chance)
+        heard = a_proof(OURS, nonce)
         first.sendall(heard)
         assert len(doors._taken(first, PROOF)) == PROOF
         second.sendall(heard)
@@ -122,17 +122,17 @@ def test_a_proof_that_was_overheard_is_good_for_nothing(door: Door) -> None:
 
 def test_the_doors_own_proof_is_none_of_a_visitor(door: Door) -> None:
     """A stranger that has the door prove itself to it learns nothing with which it could come in."""
-    connection, chance = greeted(door)
+    connection, nonce = greeted(door)
     with connection:
-        said = a_proof(OURS, chance)[:-PROOF]
-        connection.sendall(said + OURS.prove(b"door", said + chance))
+        said = a_proof(OURS, nonce)[:-PROOF]
+        connection.sendall(said + OURS.prove(b"door", said + nonce))
         assert is_shut(connection)
 
 
 def test_more_visitors_than_there_are_and_visits_that_are_over_are_closed(door: Door) -> None:
-    connection, chance = greeted(door)
+    connection, nonce = greeted(door)
     with connection:
-        connection.sendall(a_proof(OURS, chance, number=3))
+        connection.sendall(a_proof(OURS, nonce, number=3))
         assert is_shut(connection)
     with knock(at(door), OURS, VISITOR, SECONDS) as mine:
         assert door.guest(lambda guest: guest.number == 2, 0.0) is None
@@ -161,9 +161,9 @@ def is_shut_after_greeting(connection: socket.socket) -> bool:
 def test_who_deals_out_its_bytes_one_by_one_is_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "_SECONDS", 0.3)
     slow_door = Door(0, OURS, "teacher")
-    connection, chance = greeted(slow_door)
+    connection, nonce = greeted(slow_door)
     with connection, contextlib.suppress(OSError):  # the door has closed
-        for byte in a_proof(OURS, chance):
+        for byte in a_proof(OURS, nonce):
             connection.sendall(bytes([byte]))
             time.sleep(0.02)
         assert is_shut(connection)

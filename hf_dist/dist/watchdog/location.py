@@ -20,8 +20,12 @@ __all__ = ["Location", "find_location"]
 MAX_FRAMES = 16
 """Number of innermost frames reported, not counting torch's wrappers."""
 
+WAITS_FOR_CALLS = "waiting for the trainer's next call"
+"""The activity of a rank of a role that has nothing to do."""
 # (end or part of the file's path, function or "" for any, words). The words of all frames, outermost first, are the activity.
 _ACTIVITIES = (
+    ("/hf_dist/remote/serving.py", "_received", WAITS_FOR_CALLS),
+    ("/hf_dist/remote/visits.py", "next", WAITS_FOR_CALLS),
     (
         "/torch/_dynamo/convert_frame.py",
         "",

@@ -10,7 +10,7 @@ from typing import Any
 from hf_dist.dist.excepthook import named, only_followed
 from hf_dist.dist.collective_guard import REMEDY
 from hf_dist.format_bytes import size_text
-from hf_dist.dist.watchdog.location import MAY_TAKE_LONG, Location
+from hf_dist.dist.watchdog.location import MAY_TAKE_LONG, WAITS_FOR_CALLS, Location
 
 __all__ = ["Status", "called_alone", "describe_stall", "ended_first", "late_words", "lost_rank", "numbers", "unheeded"]
 
@@ -72,8 +72,8 @@ def describe_stall(statuses: Sequence[Status], *, limit: float, silence: float, 
     """
     answers = [s for s in statuses if not s.ended and s.silent < silence]
     waiting = [s for s in answers if s.waits and s.still >= limit]
-    if not waiting:
-        return None
+    if not waiting or any(WAITS_FOR_CALLS in s.location.activity for s in answers):
+        return None  # a role waits for its trainer as long as that takes
     missing = [Status(rank) for rank in sorted(set(range(world)) - {s.rank for s in statuses})]
     absent = [s for s in statuses if s not in answers] + missing
     late = absent + [s for s in answers if not s.waits]
