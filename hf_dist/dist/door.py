@@ -97,10 +97,10 @@ class Door:
                 self._guests.remove(found)
             return found
 
-    def dismiss(self, visit: bytes) -> None:
-        """Close what is left inside of a visit that is over."""
+    def dismiss(self, unwanted: Callable[[Guest], bool]) -> None:
+        """Close those inside that nobody will take."""
         with self._changed:
-            for guest in [guest for guest in self._guests if guest.visit == visit]:
+            for guest in [*filter(unwanted, self._guests)]:
                 self._guests.remove(guest)
                 guest.connection.close()
 

@@ -43,18 +43,19 @@ class ToJob:
         """
         global _visits
         _visits += 1
-        self._store, self._role, self._student, self._address = store, role, student, address
+        self._store, self._role, self._address = store, role, address
+        self._student, self._students = student, students
         self._key, self._failure = f"visits/{role}/{_visits}", f"{failure_of(role)}/{_visits}"
         self._secret = Secret.of_environment()
         self._connection: socket.socket | None = None
         heads = student == 0 and leads
         if heads:
-            self._said("offer", lambda: self._first_in(students))
+            self._said("offer", self._first_in)
         visit, self.offer = self._offered(json.loads(self._heard("offer")))
         if leads and not heads:
-            self._said(f"in/{student}", lambda: self._go_in(visit, students))
+            self._said(f"in/{student}", lambda: self._go_in(visit))
         if heads:
-            self._said("begun", lambda: self._begin(students))
+            self._said("begun", self._begin)
         self._heard("begun")
 
     def _said(self, key: str, act: Callable[[], str]) -> None:
@@ -75,11 +76,11 @@ class ToJob:
     def _offered(self, said: Mapping[str, Any]) -> tuple[bytes, Offer]:
         return bytes.fromhex(said["visit"]), Offer.of(said, f"role {self._role}")
 
-    def _first_in(self, students: int) -> str:
+    def _first_in(self) -> str:
         """Go in at the first door, and wait for this job's turn."""
         visit, where = os.urandom(VISIT), f"role {self._role} at {self._address[0]}:{self._address[1]}"
         self._connection = knock(
-            self._address, self._secret, (visit, 0, students), _ANSWER,
+            self._address, self._secret, (visit, 0, self._students), _ANSWER,
             until=DEFAULT_TIMEOUT.total_seconds(), tell=lambda why: print_error(f"hf_dist: waits for {where}: {why}"),
         )  # fmt: skip
         wire, waited, pause = SocketWire(self._connection, DEFAULT_TIMEOUT), 0.0, _WAITED
@@ -91,20 +92,20 @@ class ToJob:
         header, _ = Link(wire, self._peer(0)).receive()
         return json.dumps({**header, "visit": visit.hex()})
 
-    def _go_in(self, visit: bytes, students: int) -> str:
-        server = server_of(self._student, students, len(self.offer.doors))
+    def _go_in(self, visit: bytes) -> str:
+        server = server_of(self._student, self._students, len(self.offer.doors))
         host, port = self.offer.doors[server]
         place = (host or self._address[0], port if server else self._address[1])
-        self._connection = knock(place, self._secret, (visit, self._student, students), _ANSWER)
+        self._connection = knock(place, self._secret, (visit, self._student, self._students), _ANSWER)
         return ""
 
-    def _begin(self, students: int) -> str:
+    def _begin(self) -> str:
         """Once all are in."""
-        for student in range(1, students):
+        for student in range(1, self._students):
             self._heard(f"in/{student}")
         assert self._connection is not None
         Link(SocketWire(self._connection, DEFAULT_TIMEOUT), self._peer(0)).send({"call": BEGIN})
-        return str(students)
+        return ""
 
     def _peer(self, server: int) -> str:
         return f"data rank {server} of role {self._role}"
@@ -112,7 +113,7 @@ class ToJob:
     def link(self, timeout: timedelta) -> Link:
         """The link. Of a rank that leads."""
         assert self._connection is not None
-        server = server_of(self._student, int(self._heard("begun")), len(self.offer.doors))
+        server = server_of(self._student, self._students, len(self.offer.doors))
         return Link(SocketWire(self._connection, timeout), self._peer(server))
 
     def tell(self, problem: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,7 @@ class Visits:
             except RemoteError as error:
                 say_here(f"role {self._role}: a visit ended before it began: {error}")
             link.close()
-            self._door.dismiss(guest.visit)
+            self._door.dismiss(functools.partial(_is_of, guest.visit))
 
 
 class Visit:
@@ -103,6 +104,8 @@ class Visit:
         self._store, self._key = over[0], f"{over[1]}/over"
         self._door, self._visit = door, visit
         self._links = {} if link is None else {0: link}
+        if door is not None:  # of visits that ended before they began; first ones wait for their turn
+            door.dismiss(lambda guest: guest.visit != visit and guest.number > 0)
 
     def receive(self, student: int) -> Message:
         """What a data rank has sent: a call. Raises `RemoteError` if it is gone, or another one is."""
@@ -131,7 +134,7 @@ class Visit:
         for link in self._links.values():
             link.close()
         if self._door is not None:
-            self._door.dismiss(self._visit)
+            self._door.dismiss(functools.partial(_is_of, self._visit))
 
     def _link(self, student: int) -> Link:
         """All are in before a visit begins."""
@@ -147,6 +150,10 @@ class Visit:
     def _look(self) -> None:
         if self._store.check([self._key]):
             raise RemoteError(self._store.get(self._key).decode())
+
+
+def _is_of(visit: bytes, guest: Guest) -> bool:
+    return guest.visit == visit
 
 
 def _name(student: int, host: str) -> str:

@@ -139,7 +139,7 @@ def test_more_visitors_than_there_are_and_visits_that_are_over_are_closed(door: 
         door._changed.acquire()
         door._changed.wait_for(lambda: bool(door._guests), SECONDS)
         door._changed.release()
-        door.dismiss(VISITOR[0])
+        door.dismiss(lambda guest: guest.visit == VISITOR[0])
         assert is_shut(mine) and door.guest(anybody, 0.0) is None
 
 
