@@ -18,6 +18,7 @@ from hf_dist.dist import roles
 from hf_dist.dist.link import Link
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT
 from hf_dist.dist.roles import Place
+from hf_dist.dist.wires import GroupWire
 from hf_dist.errors import ConfigError, Problem, RemoteError
 from hf_dist.parallel.local_sgd.guests import Guests
 
@@ -60,7 +61,7 @@ def reach(server: str) -> Reached:
     if place.rank == 0:
         store.set(_key(server, own.replica), json.dumps({"ranks": own.size, "session": uuid.uuid4().hex}))
     names = [_name(server, own.replica, place.rank, other) for other in range(to.size)]
-    links = [Link(store, name, 1, f"{server} rank {i}", DEFAULT_TIMEOUT) for i, name in enumerate(names)]
+    links = [Link(GroupWire(store, name, 1, DEFAULT_TIMEOUT), f"{server} rank {i}") for i, name in enumerate(names)]
     reached = Reached(links)
     atexit.register(reached.leave)
     return reached
@@ -72,8 +73,8 @@ def expect_replicas(place: Place, guests: Guests, replicas: int) -> None:
 
     def connect(number: int, other: int) -> Link:
         # A store answers one thread at a time, and this one waits until the other end is there.
-        peer = f"rank {other} of replica {number}"
-        return Link(place.store.clone(), _name(name, number, other, rank), 0, peer, _PATIENCE)
+        wire = GroupWire(place.store.clone(), _name(name, number, other, rank), 0, _PATIENCE)
+        return Link(wire, f"rank {other} of replica {number}")
 
     def look(store: Any) -> None:
         missing = set(range(replicas))
