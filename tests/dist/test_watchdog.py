@@ -18,7 +18,7 @@ import pytest
 
 from hf_dist.dist.watchdog import watch, departure, thread
 from hf_dist.dist.watchdog.departure import Departure
-from hf_dist.dist.watchdog.location import _ACTIVITIES, WAITS_FOR_CALLS, Location, find_location
+from hf_dist.dist.watchdog.location import WAITS_FOR_CALLS, Location, find_location
 from hf_dist.dist.watchdog.report import (
     Status,
     called_alone,
@@ -31,8 +31,6 @@ from hf_dist.dist.watchdog.report import (
 from hf_dist.dist.watchdog.thread import Watchdog
 from hf_dist.dist.watchdog.wire import Collector, Sender
 from tests import forked, processes
-from hf_dist.remote.serving import Server
-from hf_dist.remote.visits import Visits
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.harness import ROOT
 from tests.workers.launcher import launch
@@ -119,13 +117,6 @@ def test_a_stopped_rank_is_late_even_if_it_has_just_said_that_it_waits(location:
 )
 def test_nothing_is_said_while_nobody_has_waited_for_long(statuses: list[Status]) -> None:
     assert stall(*statuses) is None
-
-
-def test_a_role_that_has_nothing_to_do_is_known_by_where_it_waits() -> None:
-    """The functions that the table of activities names."""
-    assert callable(Server._received) and callable(Visits.next)
-    for words in (function for _, function, words in _ACTIVITIES if words == WAITS_FOR_CALLS):
-        assert words in ("_received", "next")
 
 
 def test_a_rank_that_saves_is_named_with_what_it_does() -> None:

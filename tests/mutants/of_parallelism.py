@@ -28,6 +28,35 @@ MUTANTS: list[Mutant] = [
         ("parallel/local_sgd/test_parity.py",),
     ),
     Mutant(
+        "a proof that was overheard opens the door again",
+        "dist/door.py",
+        "os.urandom(_NONCE), time.monotonic()",
+        "bytes(_NONCE), time.monotonic()",
+        ("remote/test_door.py",),
+    ),
+    Mutant(
+        "the door's own proof is taken for a visitor's",
+        "dist/secret.py",
+        'who + b"\\0" + said',
+        "said",
+        ("remote/test_door.py",),
+    ),
+    Mutant(
+        "strangers that say nothing are as many as they like",
+        "dist/door.py",
+        "if len(self._strangers) >= _AT_ONCE:",
+        "if len(self._strangers) >= 10 * _AT_ONCE:",
+        ("remote/test_door.py",),
+    ),
+    Mutant(
+        "a role of another job leaves the objects of one visit to the next",
+        "remote/visits.py",
+        "        server, (calls, release) = Server(place, mesh, visit), answers()",
+        '        made = answers.__dict__.setdefault("made", answers())\n'
+        "        server, (calls, release) = Server(place, mesh, visit), made",
+        ("remote/test_jobs.py",),
+    ),
+    Mutant(
         "a server applies a movement whole, not its part of a mean",
         "parallel/local_sgd/delayed_nesterov.py",
         "self.weights.sub_(moved, alpha=self._rate / self.round)",

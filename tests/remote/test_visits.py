@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -10,10 +11,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_dist.dist.watchdog.location import _ACTIVITIES, WAITS_FOR_CALLS
 from hf_dist.errors import ConfigError, RemoteError
 from hf_dist.hf.model_class import architecture_of, told_config
 from hf_dist.remote.offer import Offer
-from hf_dist.remote.visits import _is_call
+from hf_dist.remote.serving import Server
+from hf_dist.remote.visits import Visits, _is_call
 from tests.parity.families import make_model
 
 VALUES = st.recursive(
@@ -63,3 +66,13 @@ def test_a_model_with_code_of_its_own_needs_a_folder() -> None:
         ConfigError, match=r"hf_dist.roles.teacher.model: is missing, and transformers knows no model 'own'"
     ):
         told_config({"model_type": "own"}, said_by="hf_dist.roles.teacher.model")
+
+
+def test_a_role_that_has_nothing_to_do_is_known_by_where_it_waits() -> None:
+    """The functions that the watchdog's table of activities names."""
+    named = {file + function for file, function, words in _ACTIVITIES if words == WAITS_FOR_CALLS}
+    there = {
+        inspect.getsourcefile(each).rpartition("/hf_dist")[2] + each.__name__
+        for each in (Server._received, Visits.next)
+    }  # type: ignore[union-attr]
+    assert {name.removeprefix("/hf_dist") for name in named} == there
