@@ -53,6 +53,8 @@ class Place:
     """Its own."""
     rank: int
     """Within the role."""
+    local_rank: int
+    """Among the ranks of the role on this machine."""
     store: Any
     """That of the start, which all roles reach."""
 
@@ -134,8 +136,8 @@ def divide(sizes: Mapping[str, int | str], replicas: Mapping[str, int] | None = 
     hosts = [f"roles/host/{r}" for r in range(role.first, role.first + role.size)]
     store.set(hosts[rank], socket.gethostname())
     store.wait(hosts, DEFAULT_TIMEOUT)
-    here = sum(name.decode() == socket.gethostname() for name in store.multi_get(hosts))
+    is_here = [name.decode() == socket.gethostname() for name in store.multi_get(hosts)]
     meet_as(role.name, rank, store)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(role.size), LOCAL_WORLD_SIZE=str(here), HF_DIST_ROLE=role.name)
-    _place = Place(roles, role, rank, store)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(role.size), LOCAL_WORLD_SIZE=str(sum(is_here)), HF_DIST_ROLE=role.name)
+    _place = Place(roles, role, rank, sum(is_here[:rank]), store)
     return _place

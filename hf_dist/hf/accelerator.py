@@ -44,6 +44,7 @@ from hf_dist.hf.dummies import DummyOptim, DummyScheduler, real_optimizer, real_
 from hf_dist.hf.evaluation import ShorterBatch, count_rows
 from hf_dist.hf.gathers import GathersMixin
 from hf_dist.hf.loading import stream_while_alive
+from hf_dist.hf.local_place import LocalPlaceMixin
 from hf_dist.hf.local_sgd import let_local_sgd_work
 from hf_dist.hf.loop_checkpoints import LoopCheckpointsMixin
 from hf_dist.hf.optimizer import DistOptimizer, set_beside
@@ -66,7 +67,7 @@ from hf_dist.sharding.ownership import check_owner, shards_of
 from hf_dist.sharding.precision import DTYPES
 
 
-class DistAccelerator(ClippingMixin, GathersMixin, LoopCheckpointsMixin, Accelerator):
+class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpointsMixin, Accelerator):
     """An `Accelerator` whose `prepare` shards the model in place as the JSON says. Everything else behaves as in accelerate.
 
     In a custom loop: `DistAccelerator(dist_config="zero3.json", ...)`, with accelerate's other arguments. Without

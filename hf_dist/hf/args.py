@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from hf_dist.dist.roles import place
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.distributed_config import take_while_alive
 from hf_dist.hf.loading import stream_while_alive
+from hf_dist.hf.local_place import local_index
 from hf_dist.hf.monitors import report_to_monitors
 from hf_dist.hf.parallelism import given_parallelism, with_layout, with_parallelism
 from hf_dist.hf.roles import enter
@@ -202,15 +204,25 @@ class DistArgsMixin:
         config: DistConfig | None = getattr(self, "_dist", None)
         return processes if config is None or self.counts_processes else axes_of(config, processes).size("data")
 
+    @property
+    def local_process_index(self) -> int:
+        """Like HF's, within the role of this process."""
+        return local_index(super().local_process_index)  # type: ignore[misc]
+
     @contextmanager
     def main_process_first(self, *args: object, **kwargs: object) -> Iterator[None]:
         """Like HF's, which does not wait when `world_size` is 1. This one waits for the ranks of a pipeline, too."""
         first: Any = super().main_process_first(*args, **kwargs)  # type: ignore[misc]
         before, self.counts_processes = self.counts_processes, True
+        own: Any = self
+        state = own.distributed_state
+        if state is not None:  # HF asks it once, before it waits
+            firsts = {"is_local_main_process": self.local_process_index == 0, "is_main_process": state.is_main_process}
+            own.distributed_state = SimpleNamespace(**{**vars(state), **firsts})
         try:
             first.__enter__()
         finally:
-            self.counts_processes = before
+            self.counts_processes, own.distributed_state = before, state
         try:
             yield
         except BaseException as error:

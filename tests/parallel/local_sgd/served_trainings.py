@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def train(
     except SystemExit as end:
         assert not end.code, end
         return None
+    made = _made_by_the_first(trainer, folder)
     checkpoint = str(Path(folder, f"checkpoint-{resume_at}")) if resume_at else None
     trainer.train(resume_from_checkpoint=checkpoint)
     outer = trainer.dist_engine.outer
@@ -73,6 +75,24 @@ def train(
         "evaluated": evaluated["eval_loss"],
         "samples": len(trainer.get_eval_dataloader().dataset),
         "replica": trainer.accelerator.replica,
+        "made": made,
     }
     meeting_point.reach("server").leave()
     return report
+
+
+def _made_by_the_first(trainer: Any, folder: str) -> list[bool]:
+    """Whether what the first process of this role on this machine makes is there for all, in HF's way and in accelerate's."""
+    number, found = trainer.accelerator.replica[0], []
+    ways = {
+        "hf": (trainer.args.main_process_first(), trainer.args.local_process_index == 0),
+        "accelerate": (trainer.accelerator.local_main_process_first(), trainer.accelerator.is_local_main_process),
+    }
+    for name, (waiting, is_first) in ways.items():
+        made = Path(folder, f"{name}{number}")
+        with waiting:
+            if is_first:
+                time.sleep(0.1)
+                made.touch()
+            found.append(made.exists())
+    return found

@@ -143,5 +143,6 @@ def test_each_replica_has_its_rows_and_its_folder(tmp_path: Path) -> None:
         number = each["replica"][0]
         assert each["folder"] == str(tmp_path / f"replica-{number}" if number else tmp_path)
         assert each["saved"] == [2, 4, 6], "asked for after each step; they wait for a meeting"
+        assert each["made"] == [True, True], "by its first process, whose LOCAL_RANK is not 0"
         assert each["samples"] == 10, "each evaluates all rows"
     assert found[0]["evaluated"] == found[1]["evaluated"] != found[2]["evaluated"]
