@@ -103,7 +103,7 @@ def owned_parts(sharded: ShardedModel, take: Take) -> Iterator[tuple[FlatGroup, 
         if group.trainable or group.rest.version:  # other frozen weights do not change during the write
             values = take(f"weights.{group.layout.slots[0].name}", values)
         for slot in group.layout.slots:
-            first, last = group.layout.fragment(slot, group.axes.shard.rank)
+            first, last = group.layout.fragment(slot, group.axes.place)
             at = slot.offset + first - group.owned[0]
             if last > first:
                 yield group, OwnedPart(slot.name, slot.held, first, last, values.narrow(0, at, last - first))
@@ -203,7 +203,7 @@ def _outer_state(outer: OuterOptimizer | ServedOuter, take: Take) -> dict[str, F
         if not group.axes.owns:
             continue
         for slot in group.layout.slots:
-            first, last = group.layout.fragment(slot, group.axes.shard.rank)
+            first, last = group.layout.fragment(slot, group.axes.place)
             if last > first:
                 name, at = f"{_OUTER}{kind}.{slot.name}", slot.offset + first - group.resting[0]
                 values = take(name, values_at_rest.part(at, at + last - first))

@@ -58,8 +58,17 @@ _NEEDS = (
     ),
     Needs(
         (f"{_ZERO}.mics_shard_size",),
-        lambda config: config.zero_optimization.stage == 3 or config.local_sgd.enabled,
+        lambda config: (
+            config.zero_optimization.stage == 3
+            or config.local_sgd.enabled
+            or (config.zero_optimization.stage > 0 and config.hf_dist.optimizer_over == "all")
+        ),
         "read at stage 3 only",
+    ),
+    Needs(
+        ("hf_dist.optimizer_over",),
+        lambda config: config.zero_optimization.mics_shard_size > 0,
+        f"without {_ZERO}.mics_shard_size there is one copy, over which the optimizer is sharded",
     ),
     Needs(
         tuple(

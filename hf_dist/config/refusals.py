@@ -20,6 +20,7 @@ _ZERO = "zero_optimization"
 _HPZ = f"{_ZERO}.zero_hpz_partition_size"
 _OFFLOAD = f"{_ZERO}.offload_optimizer.device"
 _EARLY = "hf_dist.optimizer_in_backward"
+_OVER = "hf_dist.optimizer_over"
 _TP = "tensor_parallel.autotp_size"
 
 
@@ -162,6 +163,40 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{_ZERO}.mics_shard_size",
     ),
     Refusal(
+        _OVER,
+        "`zero_optimization.stage` 0",
+        lambda config: config.hf_dist.optimizer_over == "all" and config.zero_optimization.stage == 0,
+        "every rank steps all of it",
+        'is "all", which needs optimizer state that is sharded: at stage 0 every rank has all of it',
+        f'Set "{_ZERO}.stage" to 1, 2 or 3, or remove the key.',
+        {**_zero(1, mics_shard_size=2), "hf_dist": {"optimizer_over": "all"}},
+        _zero(0),
+        f"{_ZERO}.stage",
+    ),
+    Refusal(
+        _OVER,
+        "`local_sgd.every`",
+        lambda config: config.hf_dist.optimizer_over == "all" and config.local_sgd.enabled,
+        "replicas that train alone have all of their optimizer state",
+        'is "all", and replicas that train alone (local_sgd) have all of their optimizer state',
+        "Remove the key, or the section local_sgd.",
+        {**_zero(3, mics_shard_size=2), "hf_dist": {"optimizer_over": "all"}},
+        {"local_sgd": {"every": 2}},
+    ),
+    Refusal(
+        _OVER,
+        '`zero_optimization.offload_param.device` "nvme"',
+        lambda config: (
+            config.hf_dist.optimizer_over == "all" and config.zero_optimization.offload_param.device == "nvme"
+        ),
+        "not built",
+        'is "all", which is not available for weights on disk',
+        f'Set "{_ZERO}.offload_param.device" to "cpu" or "none", or remove the key.',
+        {**_zero(3, mics_shard_size=2), "hf_dist": {"optimizer_over": "all"}},
+        _zero(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}),
+        f"{_ZERO}.offload_param.device",
+    ),
+    Refusal(
         _OFFLOAD,
         "`zero_optimization.stage` 0",
         lambda config: (
@@ -263,6 +298,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
         "optim/whole_step.py",
         "needs it whole. Set",
     ),
+    Elsewhere("Muon", f'`{_OVER}` "all" with spread experts', "optim/muon_step.py", "have no group of their own"),
     Elsewhere("Muon", _CUT, "optim/muon_step.py", "and its update needs the whole matrix"),
     Elsewhere("a base in 4 bits", _CUT, "parallel/tensor_on_shards.py", "is not available for a base in 4 bits"),
     Elsewhere(

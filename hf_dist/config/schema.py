@@ -163,11 +163,12 @@ class DistConfig(Frozen):
     def shard_group_size(self) -> int | None:
         """Ranks that share one copy of the sharded states; None if all ranks with the same layers do.
 
-        `mics_shard_size` is read at stage 3 only, as in DeepSpeed, unless replicas train alone (`local_sgd`). Then, if
-        nothing is sharded, each rank is one replica.
+        `mics_shard_size` is read at stage 3 only, as in DeepSpeed, unless the optimizer is sharded over all copies
+        (`hf_dist.optimizer_over`) or replicas train alone (`local_sgd`). Then, if nothing is sharded, each rank is one replica.
         """
         zero = self.zero_optimization
-        if zero.stage != 3 and not self.local_sgd.enabled:
+        over_all = self.hf_dist.optimizer_over == "all" and zero.stage > 0
+        if zero.stage != 3 and not over_all and not self.local_sgd.enabled:
             return None
         if zero.mics_shard_size > 0:
             return zero.mics_shard_size

@@ -43,6 +43,7 @@ Schedule = Annotated[
 Steps = Annotated[tuple[int, int], PlainValidator(values.steps)]
 Wholes = Annotated[tuple[int, ...], PlainValidator(values.as_tuple(values.wholes()))]
 Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage))]
+OptimizerScope = Annotated[Literal["shard", "all"], PlainValidator(values.choice("shard", "all"))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 Roles = Annotated[dict[str, Any], PlainValidator(plain_roles)]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
@@ -352,6 +353,8 @@ class HfDistSection(Frozen):
     """`hf_dist.lazy_load`: whether `from_pretrained` streams each rank's part of the weights into its shard."""
     reduce_once_per_window: Flag = False
     """`hf_dist.reduce_once_per_window`: at stages 2 and 3, whether gradients are reduced in the last microbatch only."""
+    optimizer_over: OptimizerScope = "shard"
+    """`hf_dist.optimizer_over`: "all" cuts optimizer state among copies of a shard (`mics_shard_size`), too; "shard": not."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; excludes clipping."""
     stochastic_rounding: Flag = False

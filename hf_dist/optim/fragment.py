@@ -64,7 +64,7 @@ class Fragment:
     @property
     def written(self) -> tuple[int, int]:
         """Interval of the flattened parameter whose states this rank writes to a checkpoint, if `group.axes.owns`."""
-        return self.group.layout.fragment(self.slot, self.group.axes.shard.rank)
+        return self.group.layout.fragment(self.slot, self.group.axes.place)
 
     def is_like(self, value: object) -> bool:
         """Whether a state has one value per element of the fragment; a step counter is 0-dimensional and does not."""

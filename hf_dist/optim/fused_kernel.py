@@ -94,7 +94,8 @@ class _InPieces(TorchDispatchMode):
             run = self._runs[tensors[0].data_ptr()]
             f, length = run.first, run.stop - run.first.start
             deliver = f.group.rest.storage.link.deliver
-            whole = (f.group.rest.shard.get()[f.start : run.stop], *(_extended(t, length) for t in tensors))
+            weights = f.group.rest.shard.get()[f.group.rest.own]
+            whole = (weights[f.start : run.stop], *(_extended(t, length) for t in tensors))
             for into, *piece in [whole] if length <= numel else zip(*(t.split(numel) for t in whole), strict=True):
                 given = [[t] for t in piece] + [[]] * (_LISTS - 1 - len(piece))
                 kernel(*given, [step], *args[_LISTS:], **kwargs)

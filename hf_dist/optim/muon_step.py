@@ -48,6 +48,12 @@ class MuonStep:
                     f"Muon: {group.layout.slots[index].name} of shape {held.whole} is cut between ranks ({held.shape} here), "
                     "and its update needs the whole matrix. Set tensor_parallel.autotp_size to 1, or use AdamW."
                 )
+            if group.axes.outer and group.axes.parts is not None:
+                raise ModelError(
+                    f'hf_dist.optimizer_over is "all", and {group.layout.slots[index].name} is spread over expert_parallel: '
+                    "Muon sends a matrix to one of the ranks that hold parts of it, and these have no group of their own. "
+                    "Remove the key, or use AdamW."
+                )
             count, rows, columns = matrix_shape(held.shape)
             self._numbers[id(group), index] = number
             found += [(group, index, k * rows * columns, (rows, columns)) for k in range(count)]

@@ -1,7 +1,7 @@
 """Owners of tensors that a step must see whole, and the exchanges that bring tensors to their owners and results back.
 
 [Note: owners] Masters and gradients are sharded into intervals, but some optimizers need whole tensors. For the step, each such
-tensor is gathered on one rank of its group's shard axis, the owner, which computes the result and sends it back. Every rank
+tensor is gathered on one rank of those that hold its parts, the owner, which computes the result and sends it back. Every rank
 derives the same owners from the layouts alone: heaviest tensor first, to the least loaded rank. The caller decides what is
 sent: gradients and masters in fp32 for any optimizer object (`whole_step.py`), one bf16 matrix for Muon (`muon_step.py`).
 Per element and step, a rank sends (bytes to owner + bytes back) (N - 1) / N^2. If optimizer states rest replicated, nothing is
@@ -40,7 +40,7 @@ class Owned:
     """Index of its first element in the flattened parameter."""
     shape: tuple[int, ...]
     owner: int
-    """The owner's rank on the group's shard axis."""
+    """The owner's rank on `axis`."""
 
     @property
     def slot(self) -> ParamSlot:
@@ -55,7 +55,7 @@ class Owned:
     @property
     def axis(self) -> MeshAxis:
         """The axis whose ranks hold intervals of it."""
-        return self.group.axes.shard
+        return self.group.axes.holders
 
     @property
     def is_mine(self) -> bool:
@@ -71,7 +71,8 @@ class Owned:
         """Interval [start, stop) of it that `rank` holds before the step and receives after it."""
         if self.is_replicated:
             return 0, self.numel
-        start, stop = (edge - self.start for edge in self.group.layout.fragment(self.slot, rank))
+        place = self.group.axes.place_of(rank)
+        start, stop = (edge - self.start for edge in self.group.layout.fragment(self.slot, place))
         first = min(max(start, 0), self.numel)
         return first, max(first, min(stop, self.numel))
 
@@ -101,7 +102,7 @@ class Owners:
         added = []
         parts = [(self._cost(t[3]), t[0].layout.slots[t[1]].name, *t) for t in tensors]
         for cost, _, group, index, start, shape in sorted(parts, key=heaviest_first):
-            axis = group.axes.shard
+            axis = group.axes.holders
             load = self._loads.setdefault(id(axis), [0.0] * axis.size)
             added.append(Owned(group, index, start, shape, assigned([cost], load)[0]))
         self.items += added

@@ -10,9 +10,10 @@ frozen parameters are only gathered, at stage 3. With a second copy of the weigh
 gather of a group uses all ranks and the others only the ranks that share the copy; frozen groups use only the latter. A
 pipeline gathers and reduces once per step, or as others do (`reshard_per_microbatch`); then only its last stage keeps the
 root and its last unit from a forward to the next backward. Gradients of parameters that `tp` ranks hold alike are combined
-over `tp` at the end, all of one kind at once; the norm is reduced over `tp`, too. Every unit is assumed to be used and
-reached by backward. Replicas that train alone (`local_sgd`) exchange their movement once in several steps; the average per
-step is given.
+over `tp` at the end, all of one kind at once; the norm is reduced over `tp`, too. Copies of a shard (HSDP) all-reduce its
+gradient once per step; with pieces of its masters (`hf_dist.optimizer_over`) they reduce-scatter it, and all-gather weights.
+Every unit is assumed to be used and reached by backward. Replicas that train alone (`local_sgd`) exchange their movement once
+in several steps; the average per step is given.
 Activations: `layer_traffic.py`.
 """
 
@@ -81,9 +82,20 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             on_wire = group.layout.numel * precision.reduce.itemsize
             send(axis, "reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
             held = group.at_rest.gradient
+            # Copies of a shard: the mean of its gradient, or their pieces of that, and their pieces of the weights afterwards.
+            awaiting = group.at_rest.awaiting
+            numel = held.numel if awaiting is None else awaiting.numel
             for axis, _ in DENSE:
                 between = MASTER_DTYPE if alone and axis == "dp_replicate" else held.dtype
-                send(axis, "all_reduce", axes.size(axis), held.numel * between.itemsize)
+                send(
+                    axis,
+                    "all_reduce" if awaiting is None else "reduce_scatter",
+                    axes.size(axis),
+                    numel * between.itemsize,
+                )
+                if awaiting is not None:
+                    send(axis, "all_gather", axes.size(axis), numel * group.dtype.itemsize)
+                    numel //= axes.size(axis)
             if group.copies is not None:
                 kind = (*group.copies, held.dtype)
                 alike[kind] = alike.get(kind, 0) + held.numel * held.dtype.itemsize

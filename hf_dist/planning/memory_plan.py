@@ -89,7 +89,10 @@ class MemoryPlan:
         """Bytes of gradients of earlier microbatches."""
         if not self.accumulates:
             return 0
-        return self.states.window_nbytes if self.states.collects_window else self.states.nbytes.gradients[Tier.DEVICE]
+        if self.states.collects_window:
+            return self.states.window_nbytes
+        held = self.states.nbytes
+        return held.awaiting[Tier.DEVICE] or held.gradients[Tier.DEVICE]
 
     @cached_property
     def backward(self) -> int:

@@ -65,6 +65,12 @@ class PlannedUnit:
         return sum(g.nbytes for g in gradients if g.tier is Tier.DEVICE)
 
     @cached_property
+    def awaiting(self) -> int:
+        """Bytes of reduced gradients on the device in a window: of whole shards, whether or not copies then share them."""
+        gradients = [g.at_rest.awaiting or g.at_rest.gradient for g in self.groups if g.trainable]
+        return sum(g.nbytes for g in gradients if g.tier is Tier.DEVICE)
+
+    @cached_property
     def newest(self) -> int:
         """Bytes of the largest gradient of one parameter, as autograd creates it."""
         learning = [g for g in self.groups if g.trainable]

@@ -31,7 +31,9 @@ from hf_dist.planning.recorder import measure_activations, text_batch
 from hf_dist.planning.residency import budget_nbytes, keep_within
 from hf_dist.planning.sliced import Sliced, merged, sliced
 from hf_dist.planning.state_bytes import States
+from hf_dist.sharding.group_axes import pieces_of
 from hf_dist.sharding.param_slice import cut_along
+from hf_dist.sharding.placement import placements_for
 
 _FEW_TOKENS = 32
 
@@ -95,6 +97,7 @@ class Planner:
             names=own.names,
             holders=own.holders,
             copies=slices.copies if slices else None,
+            pieces=pieces_of(axes, placements_for(config).copies),
         )
         states = replace(states, outer_states=num_outer_states(config.local_sgd, axes.size("dp_replicate")))
         measured = self.activations(config)

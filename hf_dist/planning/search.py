@@ -40,6 +40,7 @@ from hf_dist.planning.rescaled import rescaled
 from hf_dist.planning.sliced import EarlySum, merged
 from hf_dist.planning.state_bytes import States
 from hf_dist.planning.step_time import StepTime, Sum, step_time
+from hf_dist.sharding.group_axes import pieces_of
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.units import find_unit_modules
 
@@ -313,6 +314,7 @@ class Search:
                 ep=layout.ep,
                 names=names,
                 copies=slices.copies if slices else None,
+                pieces=pieces_of(self._axes(layout), layout.placements.copies),
             )
             outer = num_outer_states(config.local_sgd, layout.dp_replicate)
             self._states[key] = replace(states, outer_states=outer)

@@ -44,13 +44,15 @@ class StateBytes:
     optimizer: dict[Tier, int] = field(default_factory=_none)
     gradients: dict[Tier, int] = field(default_factory=_none)
     """Reduced gradients, as the optimizer reads them. Host buffers are kept; device buffers last for one window."""
+    awaiting: dict[Tier, int] = field(default_factory=_none)
+    """Those of whole shards, if copies have pieces of their masters. Host buffers are kept."""
     buffers: dict[Tier, int] = field(default_factory=_none)
     """Buffers for transfers to and from disk; an upper bound."""
 
     def resident(self, tier: Tier) -> int:
         """Bytes between two steps, as `engine.resident_nbytes()` counts (which omits buffers that were never needed)."""
         held = self.weights[tier] + self.masters[tier] + self.optimizer[tier] + self.buffers[tier]
-        return held + (self.gradients[tier] if tier is Tier.HOST else 0)
+        return held + (self.gradients[tier] + self.awaiting[tier] if tier is Tier.HOST else 0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class States:
     storage: Storage
     optimizer: OptimizerStates
     rank: int = 0
-    """Rank among those over which ZeRO shards dense weights."""
+    """Rank among those over which ZeRO shards the optimizer's part of dense weights."""
     stays: Mapping[str, Stay] = field(default_factory=dict)
     """By path: units whose gathered weights are kept for another time than `placements` says."""
     outer_states: int = 0
@@ -88,7 +90,7 @@ class States:
             config,
             sharded.storage,
             optimizer or OptimizerStates(),
-            sharded.mesh.shard.rank,
+            (sharded.mesh.dp if any(g.axes.outer for g in sharded.groups) else sharded.mesh.shard).rank,
             {u.name: u.stay for u in sharded.units},
             num_outer_states(config.local_sgd, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
         )
@@ -105,11 +107,13 @@ class States:
         names: frozenset[str] | None = None,
         holders: Mapping[str, object] | None = None,
         copies: Mapping[str, tuple[str, int]] | None = None,
+        pieces: int = 1,
     ) -> States:
         """The states on `rank` of `num_shards` for a model that may be on meta, with a resolved config. Allocates nothing.
 
         `ep`: number of these ranks with different experts; `names`: parameters of this rank's pipeline stages (None: all);
-        `holders`: those that other stages also hold; `copies`: those that other ranks of `tp` also hold.
+        `holders`: those that other stages also hold; `copies`: those that other ranks of `tp` also hold;
+        `pieces`: copies of a shard among which its masters are cut (the first is planned).
         """
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
@@ -133,10 +137,10 @@ class States:
                 dtype = precision.compute_dtype(name, first.dtype)
                 apart = ep if name in slices else 1
                 held = [(n, slices.get(n) or held_slice(p)) for n, p in together]
-                layout = FlatLayout.pack(held, num_shards // apart)
+                layout = FlatLayout.pack(held, num_shards // apart, pieces if first.requires_grad else 1)
                 at_rest = plan_at_rest(
                     layout,
-                    rank // apart,
+                    rank // apart * layout.pieces,
                     first.requires_grad,
                     dtype,
                     frozen=precision.frozen_dtype(dtype, [p.dtype for _, p in together]),
@@ -174,6 +178,8 @@ class States:
                 found.masters[at_rest.master.tier] += at_rest.master.nbytes
             if group.trainable:
                 found.gradients[at_rest.gradient.tier] += at_rest.gradient.nbytes
+                if at_rest.awaiting is not None:
+                    found.awaiting[at_rest.awaiting.tier] += at_rest.awaiting.nbytes
                 self._add_optimizer(group, found.optimizer)
                 self._add_outer(group, found.optimizer)
         found.optimizer[Tier.DEVICE] += self._owned_nbytes()
@@ -192,6 +198,11 @@ class States:
                 (f"{wide} master weights{where}", held.masters[tier], "exact"),
                 (f"optimizer state{where}", held.optimizer[tier], "exact"),
                 (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
+                (
+                    f"gradients that await the other copies{where}",
+                    held.awaiting[tier],
+                    "exact" if where else "in a window",
+                ),
                 (f"buffers of transfers{where}", held.buffers[tier], "at most"),
             ]
         return [row for row in rows if row[1]]
@@ -233,7 +244,9 @@ class States:
             return 0
         slots = [s for g in trained for s in g.layout.slots if states.names is None or s.name in states.names]
         tensors = sorted(((math.prod(s.shape), s.name, s.shape) for s in slots), key=heaviest_first)
-        owners = assigned([numel for numel, *_ in tensors], [0.0] * trained[0].layout.num_shards)
+        owners = assigned(
+            [numel for numel, *_ in tensors], [0.0] * (trained[0].layout.num_shards * trained[0].layout.pieces)
+        )
         return sum(
             whole(name, shape) for (_, name, shape), owner in zip(tensors, owners, strict=True) if owner == self.rank
         )
@@ -283,6 +296,11 @@ class States:
     def collects_window(self) -> bool:
         """Whether each rank sums a whole window's gradients before they are reduced."""
         return self.placements.grads is Placement.PARTIAL
+
+    @property
+    def cuts_copies(self) -> bool:
+        """Whether copies of a shard have pieces of its masters."""
+        return any(g.at_rest.awaiting is not None for g in self.groups)
 
     @property
     def window_nbytes(self) -> int:

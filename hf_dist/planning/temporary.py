@@ -77,7 +77,9 @@ class Temporary:
         order = [*blocks, root] if root.stands_first else [root, *blocks]
         waits = root.learning * wire if root.stands_first else 0
         sent = [0 if waits and u is root else u.learning for u in order]
-        whole = sum(u.reduced for u in self.states.units)
+        whole = sum(u.awaiting for u in self.states.units)
+        # Copies combine these while the next units compute.
+        combined = MAX_REDUCTIONS_IN_FLIGHT * max(u.awaiting for u in order) if self.states.cuts_copies else 0
         kept, reduced, most = self.states.kept_nbytes, 0, 0
         for k, unit in enumerate(order):
             done = k if root.stands_first else max(0, k - 1)  # blocks
@@ -89,7 +91,7 @@ class Temporary:
                 stays = [] if root.learning and not root.stands_first else [root]
                 read = [u for u in blocks[done:] if u.needed_in_backward]
                 used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
-            here = kept + used + waits + left + (whole if accumulated else reduced) - stepped
+            here = kept + used + waits + left + (whole if accumulated else reduced + combined) - stepped
             passes = recomputed if unit is not root and unit.needed_in_backward else 0
             most = max(most, here + self._of_unit(unit, self.in_flight(sent[:k]), sent[k], passes))
             reduced += unit.reduced

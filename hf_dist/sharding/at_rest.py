@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,8 @@ class GroupAtRest:
 
     interval: tuple[int, int]
     """Part of the flat buffer covered by this rank's master weights (by the weights themselves, if frozen)."""
+    gathered: tuple[int, int]
+    """Part of it that this rank contributes to the all-gather: `interval`, or the whole shard if that is a piece of one."""
     whole: bool
     """Whether the full buffer rests: `placements` says so, or this rank's shard is everything and needs no cast."""
     separate: bool
@@ -49,11 +51,18 @@ class GroupAtRest:
     """The reduced gradient. Device memory is freed after each step; host memory is kept."""
     second: TensorAtRest | None = None
     """This rank's part of a second copy of the weights."""
+    awaiting: TensorAtRest | None = None
+    """The gradient of a shard of which the optimizer reads a piece: from a backward to the end of the window."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the masters are a piece of a shard, which other copies hold the rest of."""
+        return self.awaiting is not None
 
 
 def plan_at_rest(
     layout: FlatLayout,
-    rank: int,
+    place: int,
     trainable: bool,
     dtype: torch.dtype,
     *,
@@ -63,7 +72,7 @@ def plan_at_rest(
     precision: Precision,
     spread: bool = False,
 ) -> GroupAtRest:
-    """Plan one group on `rank` of its shard axis. Call it for the groups in the order of the units. Local.
+    """Plan one group on the rank that has piece `place` of it. Call it for the groups in the order of the units. Local.
 
     `dtype`: compute dtype of the weights. `frozen`: dtype in which frozen weights rest, wider if they were loaded in a wider
     one, so that a checkpoint has their bits. `spread`: whether other ranks hold other slices of them (experts). Where none has
@@ -73,21 +82,27 @@ def plan_at_rest(
     """
     rounded = not trainable and frozen != dtype
     rests = placements.optim if trainable else Placement.SHARD if rounded else placements.params
-    interval = layout.shard(rank) if rests is Placement.SHARD else (0, layout.numel)
-    numel = interval[1] - interval[0]
+    sharded, everything = rests is Placement.SHARD, (0, layout.numel)
+    interval = layout.piece(place) if sharded else everything
+    gathered = layout.shard(place // layout.pieces) if sharded else everything
+    numel, held = interval[1] - interval[0], gathered[1] - gathered[0]
+    cut = layout.pieces > 1
     rests_sharded = placements.params is Placement.SHARD
     second = None
     if rests_sharded and 1 < placements.second < layout.num_shards:
         second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)
     tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
-    params_tier = storage.params_tier(numel) if rests_sharded else Tier.DEVICE
+    params_tier = storage.params_tier(held) if rests_sharded else Tier.DEVICE
     stepped = precision.master_dtype(dtype)
     wide = stepped if trainable else frozen
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
     whole = not rests_sharded or (spread and layout.num_shards == 1 and here and dtype == wide)
-    separate = not whole or rounded or (trainable and tier is Tier.DEVICE and dtype != stepped)
+    separate = not whole or rounded or (trainable and not cut and tier is Tier.DEVICE and dtype != stepped)
     shard = master = None
-    if not separate:
+    if cut:  # what the gathers read has other copies' pieces in it, which no masters here could serve
+        master = TensorAtRest(tier, numel, wide)
+        shard = TensorAtRest(params_tier, held, dtype) if separate else None
+    elif not separate:
         master = None if here else TensorAtRest(tier, numel, wide)
     elif here or not trainable:
         shard = TensorAtRest(params_tier, numel, wide)
@@ -96,4 +111,5 @@ def plan_at_rest(
         same = tier is params_tier is Tier.HOST and dtype == wide
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
     gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, precision.grads)
-    return GroupAtRest(interval, whole, separate, shard, master, gradient, second)
+    awaiting = replace(gradient, numel=held) if cut else None
+    return GroupAtRest(interval, gathered, whole, separate, shard, master, gradient, second, awaiting)

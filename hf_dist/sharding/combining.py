@@ -19,6 +19,9 @@ def combine(group: FlatGroup, row: Combination) -> collectives.Handle:
 
     Between pipeline stages, the ranks also exchange which parameters had a gradient.
     """
+    if row.operation == "scatter":
+        assert group.awaiting is not None, "masters are cut among the copies"
+        return group.awaiting.scatter(row.axis, group.gradient, row.axis is group.axes.outer[-1])
     values = group.gradient.on_device()
     handles = [collectives.all_reduce(row.axis, values, row.operation)]
     if not row.between_stages:

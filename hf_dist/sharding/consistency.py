@@ -210,10 +210,13 @@ def _held_samples(rows: list[tuple[FlatGroup, ParamSlot]], mesh: ParallelMesh) -
         if mine:
             columns, positions = (torch.tensor(column) for column in zip(*mine, strict=True))
             held[k, columns] = group.source[positions.to(group.source.device)].double().cpu()
-    for axis in {id(group.axes.shard): group.axes.shard for group, _ in rows}.values():
-        own = [k for k, (group, _) in enumerate(rows) if group.axes.shard is axis]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for k, (group, _) in enumerate(rows):
+        alike.setdefault(tuple(map(id, group.axes.among)), []).append(k)
+    for own in alike.values():
         flat = held[own].view(-1).to(mesh.device)
-        collectives.all_reduce(axis, flat, "sum").wait()
+        for axis in rows[own[0]][0].axes.among:
+            collectives.all_reduce(axis, flat, "sum").wait()
         held[own] = flat.cpu().view(len(own), _SAMPLES)
     return held
 
@@ -228,7 +231,7 @@ def _checksums(model: nn.Module, rows: list[tuple[FlatGroup, ParamSlot]]) -> dic
             sums[name, slot.held, -1] = int(checksum(group.full.values[slot.offset : slot.stop]))
         elif group.axes.then:  # others hold the same shard
             start, stop = group.fragment(slot)
-            sums[name, slot.held, group.axes.shard.rank] = int(checksum(group.source[start:stop]))
+            sums[name, slot.held, group.axes.place] = int(checksum(group.source[start:stop]))
     return sums
 
 

@@ -17,6 +17,7 @@ from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.layout import ParamSlot
 from hf_dist.sharding.lazy import copy_overlap
 from hf_dist.sharding.param_slice import held_slice
+from hf_dist.sharding.pieces import gather_pieces
 from hf_dist.sharding.prepared import OWNER
 from hf_dist.sharding.slices import enter_whole, joined, leave_whole
 from hf_dist.tensors.checksum import as_bytes
@@ -157,7 +158,8 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
         return None
     whole = group.access.whole(param)
     if whole is not None and group.resting != (0, group.layout.numel):
-        collectives.all_reduce(group.axes.shard, whole, op="sum").wait()
+        for axis in group.axes.among:
+            collectives.all_reduce(axis, whole, op="sum").wait()
     if whole is not None:
         for row in group.access.to_combine():  # on this copy only: the window combines the gradient itself at its end
             collectives.all_reduce(row.axis, whole.view(-1), row.operation).wait()
@@ -178,8 +180,9 @@ def full_shape(param: nn.Parameter) -> torch.Size:
 def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     """Yield (slot, full tensor on the device) of each parameter, in the dtype it was loaded in.
 
-    Collective over the shard axis. A parameter cut along `tp` yields its slice. Values come from the fp32 master weights if
-    there are any, so a model loaded in fp32 and trained in bf16 is saved with all its bits.
+    Collective over the shard axis, and over the copies that have pieces of a shard. A parameter cut along `tp` yields its
+    slice. Values come from the fp32 master weights if there are any, so a model loaded in fp32 and trained in bf16 is saved
+    with all its bits.
     """
     group.take_writes()
     wide = group.source.dtype if torch.float32 in group.loaded_dtypes else group.dtype
@@ -188,6 +191,7 @@ def full_tensors(group: FlatGroup) -> Iterator[tuple[ParamSlot, torch.Tensor]]:
     with opened(group.master) as masters:
         full[start:stop].copy_(masters)
     if stop - start < group.layout.numel:
+        gather_pieces(full[slice(*group.at_rest.gathered)], group.axes.outer).wait()
         collectives.all_gather(group.axes.shard, full).wait()
     for slot, dtype in zip(group.layout.slots, group.loaded_dtypes, strict=True):
         yield slot, full[slot.offset : slot.stop].view(slot.shape).to(dtype)

@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import ModelError
 from hf_dist.sharding.gradient_shard import GradientShard
 from hf_dist.sharding.group import FlatGroup
@@ -46,19 +47,28 @@ class GroupAccess:
         if waiting is not None:
             return waiting
         self._drain()
-        if group.grad is None:
+        values, held = group.gradient_now
+        if values is None:
             return None
         slot = group.layout.slots[index]
-        start, stop = group.fragment(slot)
-        own = group.grad[start:stop]
-        axes, shares = group.axes, group.resting != (0, group.layout.numel)
+        start, stop = slot.within(*held)
+        own = values[start:stop]
+        axes, shares = group.axes, held != (0, group.layout.numel)
         if shares or axes.parts is not None or group.mesh.model.size > 1:
             # A loop on a pipeline rank sees only the parameters of its stages, so its norms would cover a part of the model.
-            axis = (axes.whole or axes.shard) if shares else axes.parts
+            axis = self._holders(held) if shares else axes.parts
             axis = axis if group.mesh.model.size == 1 else None
             return GradientShard.of(own, torch.Size(slot.shape), axis, slot.name)
         alone = group.mesh.world.size == 1
         return None if alone and not group.window.used[index] else own.view(slot.shape)
+
+    def _holders(self, held: tuple[int, int]) -> MeshAxis:
+        """The ranks that together have all of a gradient of which this rank has the interval `held`."""
+        axes = self._group.axes
+        if held == self._group.resting:
+            return axes.whole or axes.shard
+        # The sum of this copy alone. Slices of experts are on the ranks of `shard`, too.
+        return axes.shard if axes.parts is None else self._group.mesh.shard
 
     def set_gradient(self, param: torch.Tensor, value: torch.Tensor | None) -> None:
         """Implements `p.grad = value`: a tensor of the parameter's shape, or None for no gradient. Local.
@@ -114,22 +124,24 @@ class GroupAccess:
         """An fp32 tensor of the parameter's shape: this rank's part of the reduced gradient, zero elsewhere. Local."""
         group = self._group
         self._drain()
-        if group.grad is None:
+        values, held = group.gradient_now
+        if values is None:
             return None
         slot = group.layout.slots[self._index[id(param)]]
-        first, last = group.fragment(slot)
-        origin = group.resting[0] + first - slot.offset
+        first, last = slot.within(*held)
+        origin = held[0] + first - slot.offset
         full = torch.zeros(slot.numel, dtype=torch.float32, device=group.mesh.device)
-        full[origin : origin + last - first] = group.grad[first:last].to(full)
+        full[origin : origin + last - first] = values[first:last].to(full)
         return full.view(slot.shape)
 
     def _store(self, slot: ParamSlot, value: torch.Tensor) -> None:
         group = self._group
-        start, stop = group.resting
-        if group.grad is None:
+        values, (start, stop) = group.gradient_now
+        if values is None:
             group.gradient.add(torch.zeros(stop - start, dtype=group.precision.reduced, device=group.mesh.device))
             group.rest.storage.link.wait_host()
-        assert group.grad is not None
-        first, last = group.fragment(slot)
+            values = group.grad
+        assert values is not None
+        first, last = slot.within(start, stop)
         origin = start + first - slot.offset
-        group.grad[first:last].copy_(value.detach().reshape(-1)[origin : origin + last - first])
+        values[first:last].copy_(value.detach().reshape(-1)[origin : origin + last - first])

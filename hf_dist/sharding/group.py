@@ -58,17 +58,18 @@ class FlatGroup:
     ) -> None:
         """`sliced`: of a model that is cut along `tp`.
 
-        Collective over `axes.shard` if a parameter is lazy and its weights rest replicated; else local."""
+        Collective over `axes.shard` if a parameter is lazy and its weights rest replicated, and over the axes of copies that
+        masters are cut among; else local."""
         self.params = [p for _, p in params]
         self.mesh = mesh
         self.placements = placements
         self.precision = precision
-        self.axes = axes
         # All of a group or none: `units.py` groups by it. Thawed later, it has no masters, so `check_still_frozen` raises.
         self.trainable = self.params[0].requires_grad
+        self.axes = axes if self.trainable else axes.of_frozen
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
-        self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size)
+        self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size, self.axes.pieces)
         # What gradients travel in. One rank sends nothing, and keeps the wider dtype.
         wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(
@@ -112,14 +113,14 @@ class FlatGroup:
         """Move the elements into flat buffers and make every parameter a view of `full`. Called once.
 
         Collective over `axes.shard` if a parameter is lazy and its weights rest replicated: each rank reads its own part of the
-        file, then all ranks all-gather the parts.
+        file, then all ranks all-gather the parts. So do the copies of a shard, if each has a piece of its masters.
         """
         layout, device = self.layout, self.mesh.device
         sources = [lazy_source(p) for p in self.params]
         streamed = any(source is not None for source in sources)
         plan = plan_at_rest(
             layout,
-            self.axes.shard.rank,
+            self.axes.place,
             self.trainable,
             self.dtype,
             frozen=self.precision.frozen_dtype(self.dtype, self.loaded_dtypes),
@@ -133,13 +134,16 @@ class FlatGroup:
         values = new(layout.numel, dtype=self.dtype, device=device)
         self.full = FullWeights(self.params, layout, values, writable=self.dtype.is_floating_point)
         states = states_of(plan, values, storage, self.precision.grads)
-        self.rest = RestingWeights(plan, states, second_copy(plan, self.axes.second, device), storage)
+        self.rest = RestingWeights(plan, states, second_copy(plan, self.axes.second, device), storage, self.axes.outer)
         self.gradient = states.gradient
+        self.awaiting = states.awaiting
         with opened(self.master, changed=True) as masters:
             self._take_over(masters, sources, streamed)
             self.rest.changed()
             self.rest.deliver(masters)
         self.rest.storage.link.wait_device()
+        if streamed or not self.is_replicated:
+            self.rest.spread()
         # From files each rank has read a part; weights in memory were copied whole above, without a collective.
         if streamed and self.is_replicated:
             self._gather_streamed()
@@ -205,22 +209,14 @@ class FlatGroup:
         """Reduced gradient of the window so far, 1-D like `source`; on the host if the optimizer state is offloaded."""
         return self.gradient.values
 
-    def interval(self, placement: Placement) -> tuple[int, int]:
-        """Interval of the flat buffer that this rank holds at `placement`."""
-        if placement is Placement.SHARD:
-            return self.layout.shard(self.axes.shard.rank)
-        return 0, self.layout.numel
-
     @property
     def owned(self) -> tuple[int, int]:
-        """Interval that this rank counts when each element must be counted exactly once over `axes.shard`."""
-        return self.layout.shard(self.axes.shard.rank)
+        """Interval that this rank counts when each element must be counted exactly once over `axes.among`."""
+        return self.layout.piece(self.axes.place)
 
     def fragment(self, slot: ParamSlot) -> tuple[int, int]:
         """Interval [start, stop) of `source` and `grad` that belongs to `slot`; empty (start == stop) if none does."""
-        start, stop = self.resting
-        first = min(max(slot.offset, start), stop)
-        return first - start, max(min(slot.stop, stop), first) - start
+        return slot.within(*self.resting)
 
     # ------------------------------------------------------------------ weights
 
@@ -320,9 +316,11 @@ class FlatGroup:
             self.full.writes.stop()  # what user code wrote was taken before the step
             self.rest.forget_second()  # on all ranks alike, even on a rank that stepped no element
             self.full.free()
+            self.rest.spread()
             return
         # Gathered in the next forward, not here: several groups travel while the first block computes.
         self.full.outdate()
+        self.rest.spread()
         if self._stays_whole:
             self.unshard()
 
@@ -384,7 +382,8 @@ class FlatGroup:
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
             handle = collectives.reduce_scatter(self.axes.shard, full, out)
-        return collectives.Handle([handle], lambda: self.gradient.add(out))
+        into = self.gradient if self.awaiting is None else self.awaiting
+        return collectives.Handle([handle], lambda: into.add(out))
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients."""
@@ -395,33 +394,51 @@ class FlatGroup:
             if self.at_rest.separate or state is not self.rest.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
         held[Tier.DEVICE] += self.rest.second.nbytes if self.rest.second is not None else 0
-        held[Tier.HOST] += self.gradient.host_nbytes
+        held[Tier.HOST] += self.gradient.host_nbytes + (self.awaiting.host_nbytes if self.awaiting else 0)
         return held
 
     def multiply_gradient(self, factor: float) -> None:
         """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
         # Both parts: a window may be clipped between two of its backwards, when some units have been reduced already.
         self.window.multiply(factor)
-        if self.grad is not None:
-            self.grad.mul_(factor)
+        for values in self._reduced:
+            values.mul_(factor)
+
+    @property
+    def _reduced(self) -> list[torch.Tensor]:
+        """What has been reduced: the gradient, and what awaits the other copies."""
+        found = (self.grad, None if self.awaiting is None else self.awaiting.values)
+        return [values for values in found if values is not None]
+
+    @property
+    def gradient_now(self) -> tuple[torch.Tensor | None, tuple[int, int]]:
+        """The gradient of the window so far, 1-D, and the interval of the flat buffer that it covers: that of the whole shard
+        before the copies have combined it, `resting` afterwards. Its transfers must be complete."""
+        if self.awaiting is not None and self.awaiting.values is not None:
+            return self.awaiting.values, self.at_rest.gathered
+        return self.grad, self.resting
 
     def release_gradient(self) -> None:
         """Free the reduced gradient after the optimizer has read it; `window.used` is kept. Local."""
         self.gradient.drop()
+        if self.awaiting is not None:
+            self.awaiting.drop()
 
     def zero_gradient(self, index: int, set_to_none: bool = True) -> None:
         """Forget the gradient of one parameter, or set it to zero if it exists; its transfers must be complete. Local."""
         used = self.window.used[index]
         self.window.forget(index)
         self.window.used[index] = used and not set_to_none
-        if self.grad is not None:
-            start, stop = self.fragment(self.layout.slots[index])
-            self.grad[start:stop].zero_()
+        values, (first, last) = self.gradient_now
+        if values is not None:
+            start, stop = self.layout.slots[index].within(first, last)
+            values[start:stop].zero_()
 
     def drop_gradients(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the window, whose reductions must be complete, or set those that exist to zero. Local."""
         self.window.drop(set_to_none)
         if set_to_none:
-            self.gradient.drop()
-        elif self.grad is not None:
-            self.grad.zero_()
+            self.release_gradient()
+            return
+        for values in self._reduced:
+            values.zero_()

@@ -8,22 +8,34 @@
     that are (norms)                                 gradient, the sum if each has a part of it
 
 Every reduction averages the gradient over the group's shard axis. The other entries of the row run once the gradient of the
-window is complete. An axis of one rank is left out. An expert's gradient is already the sum over the tokens of all ranks of
-`ep`, so its mean over `edp` is divided by the size of `ep` to equal a mean over `shard`.
+window is complete. An axis of one rank is left out. If masters are cut among the copies (`StatePlacements.copies`), each "mean
+over" an axis of copies is a reduce-scatter: a rank keeps its piece of the mean and steps it (`pieces.py`). An expert's gradient
+is already the sum over the tokens of all ranks of `ep`, so its mean over `edp` is divided by the size of `ep` to equal a mean
+over `shard`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
+from hf_dist.dist.axes import Axes
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.sharding.placement import Placement
 
-Operation = Literal["mean", "sum"]
+Operation = Literal["mean", "sum", "scatter"]
+"""What is done to the gradient; "scatter": the mean, of which each rank keeps its piece."""
 
 DENSE: tuple[tuple[str, Operation], ...] = (("dp_replicate", "mean"), ("cp_replicate", "mean"))
 """(axis of the mesh, operation) for weights that are whole on their ranks, after the reduction over `shard`."""
+
+
+def pieces_of(axes: Axes, over_copies: Placement) -> int:
+    """Number of pieces of a shard's masters, one for each of its copies; 1 if each copy has all of them. Pure arithmetic."""
+    return math.prod(axes.size(name) for name, _ in DENSE) if over_copies is Placement.SHARD else 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class GroupAxes:
     parts: MeshAxis | None = None
     """The axis whose ranks hold the other slices of the parameters; None for whole parameters."""
     whole: MeshAxis | None = None
-    """The axis whose ranks together hold all slices and shards of the parameters; None where that is `shard`."""
+    """The axis whose ranks together hold all slices and pieces of the parameters; None where that is `shard`."""
     divisor: int = 1
     """Further divisor of the mean over `shard`."""
     second: MeshAxis | None = None
@@ -84,7 +96,50 @@ class GroupAxes:
     @property
     def owns(self) -> bool:
         """Whether this rank counts its shard in norms and writes it to files: it is the first along every axis of copies."""
-        return all(row.axis.rank == 0 for row in self.then)
+        return all(row.axis.rank == 0 for row in self.then if row.operation != "scatter")
+
+    @cached_property
+    def outer(self) -> tuple[MeshAxis, ...]:
+        """Axes of copies, each of which has a piece of the shard's masters, gradients and optimizer states; often none."""
+        return tuple(row.axis for row in self.then if row.operation == "scatter")
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of a shard."""
+        return math.prod(axis.size for axis in self.outer)
+
+    @property
+    def place(self) -> int:
+        """This rank's piece, counted over all shards; its shard if that is not cut."""
+        place = self.shard.rank
+        for axis in self.outer:
+            place = place * axis.size + axis.rank
+        return place
+
+    @property
+    def among(self) -> tuple[MeshAxis, ...]:
+        """The axes over which a sum has each element of the masters once."""
+        return (self.shard, *self.outer)
+
+    @property
+    def holders(self) -> MeshAxis:
+        """The one axis whose ranks together hold the masters of every parameter: `shard`, or all ranks with the same weights.
+
+        Experts that are spread have none if masters are cut among copies: `whole` has the ranks of other experts, too."""
+        return self.shard if not self.outer else (self.whole or self.shard)
+
+    def place_of(self, rank: int) -> int:
+        """The piece that a rank of `holders` has."""
+        copy, shard = divmod(rank, self.shard.size)
+        return shard * self.pieces + copy
+
+    @property
+    def of_frozen(self) -> GroupAxes:
+        """The axes of weights that are not stepped: every copy has its whole shard."""
+        if not self.outer:
+            return self
+        then = tuple(replace(row, operation="mean") if row.operation == "scatter" else row for row in self.then)
+        return replace(self, then=then)
 
     @property
     def is_first_holder(self) -> bool:
@@ -102,32 +157,38 @@ def axes_by_name(
     copies: Mapping[str, Sequence[Combination]] | None = None,
     cuts: Mapping[str, str] | None = None,
     second: MeshAxis | None = None,
+    over_copies: Placement = Placement.REPLICATE,
 ) -> Callable[[str], GroupAxes]:
     """A function from parameter name to its axes. Parameters that may share a group get the same object.
 
     `copies`: further combinations, by name, for copies of a parameter on ranks whose other weights differ; `cuts`: the axis,
-    by name, that a parameter is cut along; `second`: ranks that together keep a second copy of what is sharded over `shard`.
+    by name, that a parameter is cut along; `second`: ranks that together keep a second copy of what is sharded over `shard`;
+    `over_copies`: `StatePlacements.copies`.
     """
     copies, cuts = copies or {}, cuts or {}
-    dense = _row(mesh, second, ())
+    scatters = over_copies is Placement.SHARD
+    further = [Combination(mesh.views[name], "scatter" if scatters else operation) for name, operation in DENSE]
+    dense = _row(mesh, second, further)
     rows: dict[object, GroupAxes] = {}
     own: dict[str, GroupAxes] = {}
     for name in {**copies, **cuts}:
         more, along = copies.get(name, ()), cuts.get(name, "")
         key = (along, *((id(c.axis), c.operation) for c in more))
         if key not in rows:
-            rows[key] = _cut_row(mesh, second, along, more) if along else _row(mesh, second, more)
+            then = [*further, *more]
+            rows[key] = _cut_row(mesh, second, along, then) if along else _row(mesh, second, then)
         own[name] = rows[key]
     return lambda name: own.get(name, dense)
 
 
-def _row(mesh: ParallelMesh, second: MeshAxis | None, more: Sequence[Combination]) -> GroupAxes:
-    then = [*(Combination(mesh.views[name], operation) for name, operation in DENSE), *more]
-    return GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=second)
+def _row(mesh: ParallelMesh, second: MeshAxis | None, then: Sequence[Combination]) -> GroupAxes:
+    row = GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=second)
+    return replace(row, whole=mesh.dp) if row.outer else row
 
 
-def _cut_row(mesh: ParallelMesh, second: MeshAxis | None, along: str, more: Sequence[Combination]) -> GroupAxes:
+def _cut_row(mesh: ParallelMesh, second: MeshAxis | None, along: str, then: Sequence[Combination]) -> GroupAxes:
     cut, parts = CUTS[along], mesh.views[along]
     divisor = parts.size if cut.added_up else 1
-    row = _row(mesh, second if cut.shard == "shard" else None, more)
-    return replace(row, shard=mesh.views[cut.shard], parts=parts, whole=mesh.views[cut.whole], divisor=divisor)
+    row = _row(mesh, second if cut.shard == "shard" else None, then)
+    whole = row.whole or mesh.views[cut.whole]
+    return replace(row, shard=mesh.views[cut.shard], parts=parts, whole=whole, divisor=divisor)

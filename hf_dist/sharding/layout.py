@@ -7,6 +7,8 @@ elements |------------------|-------------|--------------------|-----|....|
 rank      0        |   1          |     2            |      3             (equal shards; slots may straddle ranks)
 
 fragment of q_proj on rank 1 = interval [start, stop) of its flattened elements
+
+A shard may be cut further into equal pieces, one for each of its copies (`pieces`): the optimizer's part of it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ class ParamSlot:
         """One past the last element in the flat buffer."""
         return self.offset + self.numel
 
+    def within(self, first: int, last: int) -> tuple[int, int]:
+        """Interval [start, stop) of [first, last) of the flat buffer, counted from `first`; empty if none of it is there."""
+        start = min(max(self.offset, first), last)
+        return start - first, max(min(self.stop, last), start) - first
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -56,10 +63,14 @@ class FlatLayout:
     num_shards: int
     shard_numel: int
     """Elements of one shard, padding included."""
+    pieces: int = 1
+    """Equal pieces of each shard."""
 
     @classmethod
-    def pack(cls, parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]], num_shards: int) -> FlatLayout:
-        """Lay out parameters in the given order; padding is less than 64 elements per slot and per rank.
+    def pack(
+        cls, parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]], num_shards: int, pieces: int = 1
+    ) -> FlatLayout:
+        """Lay out parameters in the given order; padding is less than 64 elements per slot and per piece.
 
         `parts`: (name, slice kept of the parameter); a plain shape means all of it.
         """
@@ -69,7 +80,7 @@ class FlatLayout:
             slot = ParamSlot(name, TensorSlice.of(part), _align(end))
             slots.append(slot)
             end = slot.stop
-        return cls(tuple(slots), num_shards, _align(-(-end // num_shards)))
+        return cls(tuple(slots), num_shards, pieces * _align(-(-end // (num_shards * pieces))), pieces)
 
     @property
     def numel(self) -> int:
@@ -85,9 +96,18 @@ class FlatLayout:
         """Interval [start, stop) of the buffer that `rank` holds when sharded."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def fragment(self, slot: ParamSlot, rank: int) -> tuple[int, int]:
-        """Interval [start, stop) of the flattened parameter that lies in `rank`'s shard; start == stop when none does."""
-        first, last = self.shard(rank)
+    @property
+    def piece_numel(self) -> int:
+        """Elements of one piece, padding included."""
+        return self.shard_numel // self.pieces
+
+    def piece(self, place: int) -> tuple[int, int]:
+        """Interval [start, stop) of piece `place`, counted over all shards: the shard itself if it is not cut."""
+        return place * self.piece_numel, (place + 1) * self.piece_numel
+
+    def fragment(self, slot: ParamSlot, place: int) -> tuple[int, int]:
+        """Interval [start, stop) of the flattened parameter that lies in piece `place`; start == stop when none does."""
+        first, last = self.piece(place)
         start = min(max(first, slot.offset), slot.stop)
         stop = min(max(last, slot.offset), slot.stop)
         return start - slot.offset, stop - slot.offset

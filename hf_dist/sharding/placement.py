@@ -6,7 +6,11 @@
     2       REPLICATE   SHARD      SHARD
     3       SHARD       SHARD      SHARD         (FSDP)
 
-Source: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054). The rest of the package reads a column, never the stage number.
+Each axis has a row: ranks among which states are sharded that of `zero_optimization.stage`, copies of these (`mics_shard_size`)
+row 0, or row 1 with `"hf_dist": {"optimizer_over": "all"}`, which cuts masters and optimizer state further among the copies.
+
+Sources: ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054); row 1 over copies: HFSDP of Megatron-FSDP (NVIDIA 2025). The rest of
+the package reads a column, never the stage number.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ class StatePlacements:
     """Master weights, optimizer state, and the gradients that the optimizer reads."""
     stay: Stay = Stay.USE
     """How long gathered weights stay, in units for which no memory budget has decided."""
+    copies: Placement = Placement.REPLICATE
+    """`optim` among the copies of what is sharded: each has all of a shard's masters and optimizer state, or a piece."""
     second: int = 1
     """Number of neighbouring ranks that together keep a second copy of sharded weights; 1 for none."""
 
@@ -65,6 +71,10 @@ ZERO_STAGES: dict[int, StatePlacements] = {
 }
 
 
+OVER_COPIES: dict[str, int] = {"shard": 0, "all": 1}
+"""`hf_dist.optimizer_over` -> the table's row for the axes of copies."""
+
+
 def placements_for(config: DistConfig) -> StatePlacements:
     """The table row of the configured stage, adapted to pipelines and to `reduce_once_per_window`.
 
@@ -73,7 +83,8 @@ def placements_for(config: DistConfig) -> StatePlacements:
     unsharded gradients to reduce once.
     """
     zero = config.zero_optimization
-    placements = ZERO_STAGES[zero.stage]
+    over_copies = ZERO_STAGES[OVER_COPIES[config.hf_dist.optimizer_over]]
+    placements = replace(ZERO_STAGES[zero.stage], copies=over_copies.optim)
     if placements.params is Placement.SHARD:
         placements = replace(placements, second=zero.zero_hpz_partition_size)
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:

@@ -144,6 +144,9 @@ class Reducer:
             self._at_end += [pair for pair in waiting if pair not in self._at_end]  # several schedules may have run
         else:
             self._note_sum(group, row)
+            # A scatter holds the gradient of the shard, which is larger than what is left of it. The others are in place.
+            while row.operation == "scatter" and len(self._combining) >= MAX_REDUCTIONS_IN_FLIGHT:
+                self._combining.popleft().wait()
             self._combining.append(Handle([combine(group, row)], functools.partial(self._combine, group, index + 1)))
 
     def _note_sum(self, group: FlatGroup, row: Combination) -> None:

@@ -5,6 +5,9 @@ Two tensors may hold the same weights, so each has a version, which is that of t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from hf_dist.dist import collectives
@@ -13,14 +16,23 @@ from hf_dist.memory.offload.resting import Tier, opened
 from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.at_rest import GroupAtRest
 from hf_dist.sharding.hpz import SecondCopy
+from hf_dist.sharding.pieces import gather_pieces
 from hf_dist.sharding.states import States
 
 
 class RestingWeights:
     """This rank's masters and gather input of one group."""
 
-    def __init__(self, plan: GroupAtRest, states: States, second: SecondCopy | None, storage: Storage) -> None:
-        """`states`: the tensors of the plan; `second`: another source of the gathers, among neighbours."""
+    def __init__(
+        self,
+        plan: GroupAtRest,
+        states: States,
+        second: SecondCopy | None,
+        storage: Storage,
+        outer: Sequence[MeshAxis] = (),
+    ) -> None:
+        """`states`: the tensors of the plan; `second`: another source of the gathers, among neighbours; `outer`: axes of
+        copies, each of which has a piece of the masters."""
         self.plan = plan
         self.shard = states.shard
         """What the gathers read."""
@@ -31,6 +43,14 @@ class RestingWeights:
         self.version = 0
         """How often the weights have changed."""
         self._shard_version = 0
+        self._outer = outer
+        self._spreading: collectives.Handle | None = None
+
+    @property
+    def own(self) -> slice:
+        """The place of the masters in what the gathers read."""
+        start, stop = (edge - self.plan.gathered[0] for edge in self.plan.interval)
+        return slice(start, stop)
 
     @property
     def in_full(self) -> bool:
@@ -59,6 +79,11 @@ class RestingWeights:
             # Only changed elements: the others keep the low bits that the compute dtype cannot hold.
             torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
         self.changed()
+        if self.plan.is_cut:  # other copies' pieces too, so that nothing is to be sent
+            if self.plan.separate:
+                with opened(self.shard, changed=True) as shard:
+                    shard.copy_(full[slice(*self.plan.gathered)])
+            self._shard_version = self.version
 
     def write_back(self) -> None:
         """Copy the masters into the gather's input, if they were written. Local.
@@ -76,12 +101,34 @@ class RestingWeights:
         # Before the copy, which is asynchronous: a second caller must not start it again into the same memory.
         self._shard_version = self.version
         with torch.no_grad():
-            self.storage.link.deliver(self.shard.get(blank=True), masters)
+            self.storage.link.deliver(self.shard.get(blank=not self.plan.is_cut)[self.own], masters)
         if self.shard.tier is Tier.DISK:  # the disk write reads host memory, which must be filled first
             self.storage.link.wait_host()
         self.shard.release(changed=True)
 
     # ------------------------------------------------------------------ gathers
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Start to fill what the gathers read with the pieces that other copies have stepped; the next gather waits for it.
+
+        Collective over the axes of copies, if masters are cut among them; else local. Call `write_back` before it.
+        """
+        if not self.plan.is_cut:
+            return
+        self._arrive()
+        shard = self.shard.get()
+        device = self.storage.device
+        values = shard if shard.device == device else shard.to(device)
+        handle = gather_pieces(values, self._outer)
+        deliver = None if values is shard else functools.partial(self.storage.link.deliver, shard, values)
+        self._spreading = collectives.Handle([handle], deliver)
+
+    def _arrive(self) -> None:
+        """Wait for the pieces of the other copies. Local."""
+        if self._spreading is not None:
+            self._spreading.wait()
+            self._spreading = None
 
     def fetch(self) -> None:
         """Start to load what the next gather reads into memory, unless it is already there. Local."""
@@ -90,11 +137,12 @@ class RestingWeights:
 
     def fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours."""
+        self._arrive()
         if self.second is not None and self.second.holds:
             return self.second.gather(full)
         if not self.plan.separate:
             return self._all_gather(full, axis)  # in place: this rank's part rests inside of `full`
-        start, stop = self.plan.interval
+        start, stop = self.plan.gathered
         values = self.shard.get()
         with self.storage.link.beside(values) as arrival:
             full[start:stop].copy_(values, non_blocking=True)
@@ -104,7 +152,7 @@ class RestingWeights:
         return collectives.Handle([gather, *arrival])
 
     def _all_gather(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
-        if self.plan.interval == (0, full.numel()):  # one rank, or a group that is not divided: no collective at all
+        if self.plan.gathered == (0, full.numel()):  # one rank, or a group that is not divided: no collective at all
             return collectives.Handle([])
         return collectives.all_gather(axis, full)
 

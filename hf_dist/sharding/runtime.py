@@ -67,7 +67,7 @@ class ShardedModel:
         more = {name: list(rows) for name, rows in (sliced.copies if sliced else {}).items()}
         for name, axis in holders.items():
             more.setdefault(name, []).append(held_between_stages(axis))
-        axes = axes_by_name(mesh, more, cuts, second)
+        axes = axes_by_name(mesh, more, cuts, second, placements.copies)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes, sliced)
         self.groups = [group for unit in self.units for group in unit.groups]
         """All of them, unit by unit."""
@@ -200,11 +200,13 @@ class ShardedModel:
         most = math.inf if self.mesh.device.type == "cuda" else self.limits.gather
         in_flight: deque[ShardUnit] = deque()
         ahead, self._ahead = self._ahead, None
-        for unit in self._in_order_of_use():
-            if unit is ahead:
-                continue
+        units = [unit for unit in self._in_order_of_use() if unit is not ahead]
+        for (
+            unit
+        ) in units:  # all of them first: what copies of a shard exchange is on its way when the first gather begins
             for group in unit.groups:
                 group.weights_changed()
+        for unit in units:
             if self.placements.params is Placement.SHARD or all(group.full.is_current for group in unit.groups):
                 continue
             while in_flight and sum(u.numel for u in in_flight) + unit.numel > most:

@@ -127,7 +127,8 @@ class TiedViews:
                 with opened(group.master) as masters:
                     part[offset : offset + stop - start] = (masters[start:stop] - before[name]).to(part)
             if group.resting != (0, group.layout.numel):
-                collectives.all_reduce(group.axes.shard, part, op="sum").wait()
+                for axis in group.axes.among:
+                    collectives.all_reduce(axis, part, op="sum").wait()
             whole = joined(group, index, part.view(slot.shape)).contiguous()
         if self.mesh.pp.size > 1:
             collectives.broadcast(self.mesh.pp, whole, self._stages[name])

@@ -63,7 +63,7 @@ OURS = {
         f"hf_dist.{key}"
         for key in (
             *("strict", "save_on_signal", "check_load", "lazy_load", "sequence_parallel", "sequence_regions"),
-            "router_loss",
+            *("router_loss", "optimizer_over"),
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
             *("stop_if_not_finite", "metrics_port"),
             *("stochastic_rounding", "log_measurements"),

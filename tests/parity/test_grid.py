@@ -75,6 +75,61 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
             "accumulation": (3,),
         },
     ),
+    "over": (
+        2,
+        {"over": (True,), "world": (4,), "shard_size": (2,), "stage": (1, 2, 3), "accumulation": (1, 3), **SWITCHES},
+    ),
+    "over-families": (
+        PAIRS,
+        {
+            "family": OTHERS,
+            "over": (True,),
+            "world": (4,),
+            "shard_size": (2,),
+            "stage": (1, 2, 3),
+            "accumulation": (3,),
+            **SWITCHES,
+        },
+    ),
+    "over-whole": (
+        2,
+        {
+            "optimizer": ("muon", "adafactor", "lamb"),
+            "over": (True,),
+            "world": (4,),
+            "shard_size": (2,),
+            "stage": (1, 2, 3),
+            "accumulation": (3,),
+        },
+    ),
+    "over-six": (  # two copies of three ranks, three of two
+        2,
+        {
+            "family": ("llama", "qwen3_moe"),
+            "over": (True,),
+            "world": (6,),
+            "shard_size": (2, 3),
+            "stage": (1, 2, 3),
+            "tied": BOTH,
+            "accumulation": (1,),
+        },
+    ),
+    "over-experts": (
+        2,
+        {
+            "family": ("qwen3_moe", "gpt_oss"),
+            "over": (True,),
+            "world": (4,),
+            "ep": (2,),
+            "shard_size": (2,),
+            "stage": (1, 2, 3),
+            "accumulation": (3,),
+        },
+    ),
+    "over-once": (
+        2,
+        {"over": (True,), "once": (True,), "world": (4,), "shard_size": (2,), "stage": (2, 3), "accumulation": (3,)},
+    ),
     "once-hsdp": (2, {"once": (True,), "world": (4,), "shard_size": (2,), "stage": (3,), "accumulation": (3,)}),
 }
 """Name of a grid -> (how many axes meet in every combination, fields of a `Case` and their values).
@@ -96,6 +151,9 @@ BY_DEFAULT = (
     "llama-z2-acc3-lora-lamb-w2",  # weights that are zero
     "llama-z3-acc3-lora-adafactor-w3",
     "llama-z3-acc3-once-shard2-w4",
+    "qwen3_moe-z2-acc3-over-shard2-ep2-w4",
+    "llama-z3-acc3-over-shard2-adafactor-w4",
+    "qwen3_moe-z3-acc1-tied-over-shard3-w6",
 )
 """Every value of every axis; the other cells run with HF_DIST_FULL_GRID=1. `parallel/tensor/test_grid.py`: Bert, Qwen3."""
 
@@ -133,7 +191,16 @@ def check(cases: list[Case], index: int) -> None:
     ranks = [rank[index] for rank in row]
     for outcome in ranks:
         assert not isinstance(outcome, str), outcome
-    one = {"stage": 0, "world": 1, "tp": 1, "sequence": False, "shard_size": None, "once": False, "ep": 1}
+    one = {
+        "stage": 0,
+        "world": 1,
+        "tp": 1,
+        "sequence": False,
+        "shard_size": None,
+        "once": False,
+        "over": False,
+        "ep": 1,
+    }
     alone = replace(cases[index], checkpointing=False, **one)  # recomputation gives the same bits
     expected = reference(alone)
     for outcome in ranks:

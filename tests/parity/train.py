@@ -32,6 +32,8 @@ class Case:
     shard_size: int | None = None
     once: bool = False
     """`hf_dist.reduce_once_per_window`."""
+    over: bool = False
+    """`hf_dist.optimizer_over` "all": the optimizer's part of a shard is cut among its copies."""
     ep: int = 1
     """Ranks that hold different experts."""
     tp: int = 1
@@ -42,7 +44,7 @@ class Case:
     """Of `tests/parity/optimizers.py`."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("tied", "checkpointing", "lora", "once", "sequence") if getattr(self, name)]
+        flags = [name for name in ("tied", "checkpointing", "lora", "once", "over", "sequence") if getattr(self, name)]
         hsdp = [f"shard{self.shard_size}"] if self.shard_size else []
         spread = [f"ep{self.ep}"] if self.ep > 1 else []
         cut = [f"tp{self.tp}"] if self.tp > 1 else []
@@ -103,6 +105,8 @@ def train_on_rank(rank: int, world: int, case: Case, device: str = "cpu") -> dic
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep}
     if case.once:
         config["hf_dist"] = {"reduce_once_per_window": True}
+    if case.over:
+        config.setdefault("hf_dist", {})["optimizer_over"] = "all"
     if case.tp > 1:
         config["tensor_parallel"] = {"autotp_size": case.tp}
         config.setdefault("hf_dist", {})["sequence_regions"] = "auto" if case.sequence else False
