@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ ROWS = 36
 BEFORE, AFTER = 3, 10 if FULL_GRID else 5
 
 
-def start(stage: int, *, precision: str = "fp32", accumulation: int = 1, family: str = "llama", seed: int = 0) -> Any:
+COPIES: dict[str, tuple[int, str]] = {
+    "copies": (3, "shard"),
+    **{f"over{stage}": (stage, "all") for stage in (1, 2, 3)},
+}
+"""Layouts with two copies of the shards: name -> (stage, `hf_dist.optimizer_over`)."""
+Layout = int | str
+"""A stage, or one of `COPIES`."""
+
+
+def start(
+    layout: Layout, *, precision: str = "fp32", accumulation: int = 1, family: str = "llama", seed: int = 0
+) -> Any:
     """An engine on a model whose weights depend on `seed`, so that a load that does nothing is seen."""
     import hf_dist
 
@@ -29,8 +41,12 @@ def start(stage: int, *, precision: str = "fp32", accumulation: int = 1, family:
         "train_batch_size": ROWS,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": layout},
     }
+    if isinstance(layout, str):
+        stage, over = COPIES[layout]
+        config["zero_optimization"] = {"stage": stage, "mics_shard_size": int(os.environ["WORLD_SIZE"]) // 2}
+        config["hf_dist"] = {"optimizer_over": over}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     optimizer = torch.optim.AdamW(param_groups(model), lr=3e-3, eps=1e-3, foreach=True)
@@ -93,23 +109,23 @@ def _as_is(_: str, value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
-def save_all(rank: int, world: int, root: str, stages: tuple[int, ...], **options: Any) -> dict[int, Any]:
-    """Train, save, go on: digests at the save and losses after it, by stage."""
+def save_all(rank: int, world: int, root: str, layouts: tuple[Layout, ...], **options: Any) -> dict[Layout, Any]:
+    """Train, save, go on: digests at the save and losses after it, by layout."""
     results = {}
-    for stage in stages:
-        engine = start(stage, **options)
+    for layout in layouts:
+        engine = start(layout, **options)
         train(engine, 0, BEFORE)
-        engine.save_checkpoint(Path(root) / f"w{world}-z{stage}")
-        results[stage] = (digests(engine), train(engine, BEFORE, AFTER))
+        engine.save_checkpoint(Path(root) / f"w{world}-z{layout}")
+        results[layout] = (digests(engine), train(engine, BEFORE, AFTER))
     return results
 
 
-def load_all(rank: int, world: int, pairs: list[tuple[str, int, int]], **options: Any) -> Any:
-    """For every (folder, stage, steps): digests after the load, losses of the next steps, this rank's next random number."""
+def load_all(rank: int, world: int, pairs: list[tuple[str, Layout, int]], **options: Any) -> Any:
+    """For every (folder, layout, steps): digests after the load, losses of the next steps, this rank's next random number."""
     results = {}
-    for folder, stage, steps in pairs:
-        engine = start(stage, seed=7, **options)
+    for folder, layout, steps in pairs:
+        engine = start(layout, seed=7, **options)
         engine.load_checkpoint(folder)
         drawn = float(torch.rand(()))
-        results[folder, stage] = (digests(engine), train(engine, BEFORE, steps), drawn)
+        results[folder, layout] = (digests(engine), train(engine, BEFORE, steps), drawn)
     return results

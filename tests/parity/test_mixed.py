@@ -28,6 +28,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lora": (False, True),
 }
 """`data`: ranks that read different rows, `copies` of what is sharded among them."""
+OVER: dict[str, tuple[Any, ...]] = {**AXES, "copies": (2,), "stage": (1, 2, 3), "over": (True,)}
+"""Cells of their own, in which the optimizer is sharded over the copies, too."""
 COLUMNS: dict[str, tuple[Any, ...]] = {
     "offload": ((), ("offload",), ("offload", "offload_param")),
     "files": (False, True),
@@ -51,13 +53,14 @@ def world_of(cell: Cell) -> int:
 
 def allowed(cell: Cell, world: int) -> bool:
     """What can be together; `hf_dist/config/README.md` has the table of what cannot."""
-    copies = cell.get("copies", 1)
+    copies, over = cell.get("copies", 1), cell.get("over", False)
     shard = cell["data"] * cell["cp"] // copies
     return (
         world_of(cell) == world
         and cell["data"] % copies == 0
         and ("offload" not in cell or LOWEST_STAGE[cell["offload"]] <= cell["stage"])
-        and (copies == 1 or cell["stage"] == 3)  # shard groups are read at stage 3 only
+        and (copies == 1 or cell["stage"] == 3 or (over and cell["stage"] > 0))  # else read at stage 3 only
+        and (copies > 1 or not over)
         and shard % cell["ep"] == 0
         and sum(cell[axis] > 1 for axis in PARALLEL) >= 1
     )
@@ -94,7 +97,9 @@ def cases(world: int, full: bool = False) -> tuple[Case, ...]:
     found += chosen(
         cells(HALF, PAIRS, allowed=possible, full=False), lambda cell: settings(cell, *PARALLEL, "dtype"), 1
     )
-    return tuple(case_of(cell) for cell in found + (cells(AXES, allowed=possible, full=True) if full else []))
+    found += chosen(cells(OVER, PAIRS, allowed=possible, full=False), lambda cell: settings(cell, *OVER), 1)
+    more = cells(AXES, allowed=possible, full=True) + cells(OVER, allowed=possible, full=True) if full else []
+    return tuple(case_of(cell) for cell in found + more)
 
 
 BY_DEFAULT = (

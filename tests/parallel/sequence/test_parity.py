@@ -69,6 +69,12 @@ FOUR = (
     Case("mixtral", stage=3, shard=2, cp=4, ep=2),
     Case(stage=3, shard=1, pp=2, accumulation=4),
     Case("mistral", stage=3, shard=1, tp=2),
+    Case(shard=2, cp=4, over=True),
+    Case("mixtral", stage=3, shard=2, cp=4, ep=2, over=True),
+    Case(stage=3, shard=1, cp=2, over=True, lora=True),  # two axes of copies
+    Case(stage=1, shard=2, cp=2, over=True),
+    Case(stage=2, shard=1, pp=2, accumulation=4, over=True),
+    Case("mistral", stage=2, shard=1, tp=2, over=True),
     Case("mistral", (2, 2), 3, cp=4, checkpointing=True),
     Case("llama-odd", "auto", 2, cp=4),
     Case("llama-mqa", stage=3, cp=4),
@@ -99,6 +105,7 @@ BY_DEFAULT = (
     "opt-auto-z3-cp2",
     # More ranks: both kinds of exchange, heads that do not divide, rows shorter than the ranks.
     "mistral-ulysses2ring2-z3-cp4-shard2-checkpointing",
+    "llama-auto-z3-cp2-shard1-over-lora",
     "llama-odd-auto-z3-cp3",
     "llama-ring-z2-cp3-length2",
     "llama-gather-z2-cp2-length2",

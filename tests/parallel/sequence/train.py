@@ -41,6 +41,8 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     shard: int | None = None
+    over: bool = False
+    """`hf_dist.optimizer_over` "all"."""
     offload: bool = False
     offload_param: bool = False
     files: bool = False
@@ -68,7 +70,7 @@ class Case:
             for name in ("checkpointing", "lora", "offload", "offload_param", "files", "tiled", "on_host", "budget")
             if getattr(self, name)
         ]
-        more = [f"shard{self.shard}"] if self.shard else []
+        more = [f"shard{self.shard}{'-over' if self.over else ''}"] if self.shard else []
         more += [f"length{self.length}"] if self.length else []
         more += [self.dtype] if self.dtype != "fp32" else []
         more += [self.kernel] if self.kernel else []
@@ -166,6 +168,8 @@ def config_of(case: Case) -> dict[str, Any]:
     ours: dict[str, Any] = {"stall_report_seconds": 0, "sequence_parallel": exchange}
     if case.tp > 1:
         ours["sequence_regions"] = "auto"
+    if case.over:
+        ours["optimizer_over"] = "all"
     if case.budget:
         ours["memory_budget"] = "1GB"
     if case.tiled is not None:
