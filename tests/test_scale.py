@@ -34,11 +34,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "stage3-reduced-once": (0, config_of(3, gradient_accumulation_steps=3, hf_dist={"reduce_once_per_window": True})),
     "hsdp-accumulated": (LAST, config_of(3, gradient_accumulation_steps=2)),
+    **{
+        f"over-stage{stage}": (0, config_of(stage, gradient_accumulation_steps=2, hf_dist={"optimizer_over": "all"}))
+        for stage in (1, 2, 3)
+    },
 }
 """Rank and config."""
-CASES["hsdp-accumulated"][1]["zero_optimization"]["mics_shard_size"] = 8
+for name in ("hsdp-accumulated", "over-stage1", "over-stage2", "over-stage3"):
+    CASES[name][1]["zero_optimization"]["mics_shard_size"] = 8
 # One whose weights are whole, one that shards them, one that copies the shards; `planning/test_mixed_traffic.py` has more.
-CASES = some_of(CASES, "stage2-reduced-once", "stage3", "hsdp-accumulated")
+CASES = some_of(CASES, "stage2-reduced-once", "stage3", "hsdp-accumulated", "over-stage3")
 
 # Heads wider and narrower than the rest, so that the peak is at the loss, at the head or in the blocks; and blocks whose
 # gradient finds no room beside the head's.

@@ -57,6 +57,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
             sharded.mesh.describe(),
             _resting(sharded),
             *_second_copy(sharded),
+            *_pieces(sharded, config),
             *_experts(sharded),
             *_replicas(sharded, config),
         ],
@@ -85,6 +86,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
             _resting(sharded),
             *_mesh(sharded, states),
             *_second_copy(sharded),
+            *_pieces(sharded, config),
             *_experts(sharded),
             *_replicas(sharded, config),
         ],
@@ -160,6 +162,18 @@ def _second_copy(sharded: ShardedModel) -> list[str]:
     size = sharded.placements.second
     return [
         f"second copy of the weights among {size} neighbours: {size_text(nbytes)} per rank; all gathers except the first use it"
+    ]
+
+
+def _pieces(sharded: ShardedModel, config: DistConfig) -> list[str]:
+    """Whether the optimizer is sharded over copies of the shards, too."""
+    if config.hf_dist.optimizer_over != "all":
+        return []
+    pieces = max((group.layout.pieces for group in sharded.trainable_groups), default=1)
+    if pieces == 1:
+        return ["one copy of the shards, so hf_dist.optimizer_over changes nothing"]
+    return [
+        f"masters and optimizer state of a shard are cut among its {pieces} copies, which exchange pieces once in a step"
     ]
 
 

@@ -94,7 +94,7 @@ class _InPieces(TorchDispatchMode):
             run = self._runs[tensors[0].data_ptr()]
             f, length = run.first, run.stop - run.first.start
             deliver = f.group.rest.storage.link.deliver
-            weights = f.group.rest.shard.get()[f.group.rest.own]
+            weights = f.group.rest.own(f.group.rest.shard.get())
             whole = (weights[f.start : run.stop], *(_extended(t, length) for t in tensors))
             for into, *piece in [whole] if length <= numel else zip(*(t.split(numel) for t in whole), strict=True):
                 given = [[t] for t in piece] + [[]] * (_LISTS - 1 - len(piece))

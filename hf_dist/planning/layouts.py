@@ -66,11 +66,14 @@ class Layout:
     virtual: int = 1
     reshard: bool = False
     """Whether a pipeline frees weights (stage 3) and reduces gradients (2, 3) in every microbatch, as others always do."""
+    over: bool = False
+    """Whether the optimizer is sharded over the copies of a shard, too."""
 
     @property
     def place(self) -> tuple[int, ...]:
         """Where everything is held: all sizes except microbatches and recomputation."""
-        return (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard, self.stage, self.reshard)
+        sizes = (self.pp, self.tp, self.cp, self.ep, self.dp_replicate, self.dp_shard)
+        return (*sizes, self.stage, self.reshard, self.over)
 
     @property
     def text(self) -> str:
@@ -79,12 +82,13 @@ class Layout:
         named = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "1 rank"
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
         every = " every microbatch" if self.reshard else ""
-        return f"{named}{experts}, ZeRO {self.stage}{every}"
+        over = ", optimizer over all" if self.over else ""
+        return f"{named}{experts}, ZeRO {self.stage}{every}{over}"
 
     @property
     def placements(self) -> StatePlacements:
         """What a rank holds of weights, gradients and optimizer state."""
-        row = ZERO_STAGES[self.stage]
+        row = replace(ZERO_STAGES[self.stage], copies=Placement.SHARD if self.over else Placement.REPLICATE)
         return once_per_window(row) if self.pp > 1 and not self.reshard else row
 
     @property
@@ -104,8 +108,10 @@ class Layout:
             "gradient_accumulation_steps": self.microbatches,
             "zero_optimization.stage": self.stage,
         }
-        if self.dp_replicate > 1 and self.placements.params is Placement.SHARD:
+        if self.dp_replicate > 1 and (self.over or self.placements.params is Placement.SHARD):
             found["zero_optimization.mics_shard_size"] = self.dp_shard * self.cp
+        if self.over:
+            found["hf_dist.optimizer_over"] = "all"
         if self.pp > 1:
             found |= {"pipeline.stages": self.pp}
         if self.virtual > 1:
@@ -142,8 +148,8 @@ def layouts(shape: Shape, wanted: Wanted) -> Iterator[Layout]:
             continue
         data = wanted.ranks // (pp * tp * cp)
         for ep in _experts(shape, data * cp):
-            for copies, stage, reshard in _stages(data, cp, ep, here // tp or 1, pp):
-                place = Layout(pp, tp, cp, ep, copies, data // copies, stage, reshard=reshard)
+            for copies, stage, reshard, over in _stages(data, cp, ep, here // tp or 1, pp):
+                place = Layout(pp, tp, cp, ep, copies, data // copies, stage, reshard=reshard, over=over)
                 yield from _batches(wanted, shape, place, data)
 
 
@@ -159,22 +165,25 @@ def _batches(wanted: Wanted, shape: Shape, place: Layout, data: int) -> Iterator
             yield replace(place, micro=micro, microbatches=count, recomputed=recomputed, virtual=parts)
 
 
-def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int, bool]]:
-    """(replicas, stage, every microbatch): ZeRO over all ranks, or stage 3 within machines.
+def _stages(data: int, cp: int, ep: int, here: int, pp: int) -> Iterator[tuple[int, int, bool, bool]]:
+    """(replicas, stage, every microbatch, optimizer over all): ZeRO over all ranks, or within machines.
 
     A pipeline reduces once, so that stage 2 equals 1, unless it does so in every microbatch.
     """
     shards = data * cp
     if shards == 1:
-        yield 1, 0, False
+        yield 1, 0, False, False
         return
-    for stage in (1, 3) if pp > 1 else (1, 2, 3):
-        yield 1, stage, False
+    stages = (1, 3) if pp > 1 else (1, 2, 3)
+    for stage in stages:
+        yield 1, stage, False, False
     for stage in (2, 3) if pp > 1 else ():
-        yield 1, stage, True
+        yield 1, stage, True, False
     for among in (here, 2 * here, 4 * here):
         if among < shards and shards % among == 0 and among % cp == 0 and among % ep == 0 and among > 1:
-            yield shards // among, 3, False
+            yield shards // among, 3, False, False
+            for stage in stages:
+                yield shards // among, stage, False, True
 
 
 def _powers(most: int) -> list[int]:

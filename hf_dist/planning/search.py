@@ -181,8 +181,10 @@ class Search:
         """Rough bytes of states, plus activations kept for one microbatch."""
         numel = self._numel(layout)
         states, shards = layout.placements, layout.dp_shard * layout.cp
-        sharded = 12 * numel // (shards if states.optim is Placement.SHARD else 1)
+        pieces = layout.dp_replicate if layout.over else 1
+        sharded = 12 * numel // (shards * pieces if states.optim is Placement.SHARD else 1)
         whole = 0 if states.params is Placement.SHARD and states.stay is not Stay.WINDOW else 2 * numel
+        whole += 2 * numel // shards if layout.over and not whole else 0
         if layout.microbatches > 1:  # gradients of earlier microbatches, in half precision at least
             whole += 2 * numel // (shards if states.grads is Placement.SHARD else 1)
         try:
@@ -193,7 +195,15 @@ class Search:
 
     def _is_refused(self, layout: Layout) -> bool:
         """Whether the keys of the layout contradict others of the config, as compiled blocks do stages."""
-        key = (layout.pp > 1, layout.tp > 1, layout.cp > 1, layout.ep > 1, layout.stage, layout.virtual > 1)
+        key = (
+            layout.pp > 1,
+            layout.tp > 1,
+            layout.cp > 1,
+            layout.ep > 1,
+            layout.stage,
+            layout.virtual > 1,
+            layout.over,
+        )
         if key not in self._contradicts:
             self._contradicts[key] = any(refused(layout.of(self.config)))
         return self._contradicts[key]
@@ -272,8 +282,11 @@ class Search:
         if layout.dp_replicate > 1:
             copies = layout.dp_replicate
             every = self.config.local_sgd.every if self.config.local_sgd.enabled else 1
-            sent = 8 * numel * (copies - 1) // (shards * copies)
-            traffic["dp_replicate"] = {"all_reduce": (calls // every, sent // every)}
+            once = numel * (copies - 1) // (shards * copies)
+            if layout.over:
+                traffic["dp_replicate"] = {"reduce_scatter": (calls, 4 * once), "all_gather": (calls, 2 * once)}
+            else:
+                traffic["dp_replicate"] = {"all_reduce": (calls // every, 8 * once // every)}
         return traffic
 
     # ----------------------------------------------------------------- memory

@@ -135,7 +135,8 @@ def step_time(
     number = layout.microbatches
     compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
     again = work.again * number
-    stepped = numel // (layout.dp_shard * layout.cp if layout.placements.optim is Placement.SHARD else 1)
+    pieces = layout.dp_replicate if layout.over else 1
+    stepped = numel // (layout.dp_shard * layout.cp * pieces if layout.placements.optim is Placement.SHARD else 1)
     optimizer = _STATES_NBYTES * stepped / hardware.memory
     parts = {
         "compute": compute,
@@ -157,16 +158,20 @@ def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: floa
 
     Norms of complete gradients are computed beside the last reductions. At stages 1 and 2 the first gather runs beside the
     optimizer, which takes `optimizer` seconds and steps that unit first.
-    Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards.
+    Pipelines gather and reduce once, overlapped with one microbatch; copies are reduced once, after their shards. If the
+    optimizer is sharded over them, their weights are gathered once as well, before the first gather of the shards.
     """
     states, rounds = layout.placements, layout.rounds
     shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
     copies = sum(seconds.get(axis, 0.0) for axis, _ in DENSE)
+    spread = copies / 3 if layout.over else 0.0
+    copies -= spread
     one = shards / (rounds.forward + rounds.backward + 2 * rounds.reductions)
-    before = max(0.0, rounds.forward * (one - work.forward))
+    before = max(0.0, (rounds.forward - 1) * (one - work.forward))
+    before += max(0.0, one + spread - work.forward) if rounds.forward else 0.0
     beside = rounds.reductions * (2 * work.forward + work.again)
     after = max(0.0, (rounds.backward + 2 * rounds.reductions) * one + copies - beside)
-    first, last = ends * min(rounds.forward, 1) * one, ends * (2 * one + copies)
+    first, last = ends * (min(rounds.forward, 1) * one + spread), ends * (2 * one + copies)
     if states.optim is not states.params:  # the optimizer's own shards are gathered
         first = max(0.0, first - (1 - ends) * optimizer)
     last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)

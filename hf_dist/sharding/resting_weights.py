@@ -5,7 +5,6 @@ Two tensors may hold the same weights, so each has a version, which is that of t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -46,11 +45,11 @@ class RestingWeights:
         self._outer = outer
         self._spreading: collectives.Handle | None = None
 
-    @property
-    def own(self) -> slice:
-        """The place of the masters in what the gathers read."""
+    def own(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of `shard` (what the gathers read, 1-D) that the masters are cast into, for who writes it. Local."""
+        self._arrive()  # a unit that nothing has gathered since may still be sent
         start, stop = (edge - self.plan.gathered[0] for edge in self.plan.interval)
-        return slice(start, stop)
+        return shard[start:stop]
 
     @property
     def in_full(self) -> bool:
@@ -101,7 +100,7 @@ class RestingWeights:
         # Before the copy, which is asynchronous: a second caller must not start it again into the same memory.
         self._shard_version = self.version
         with torch.no_grad():
-            self.storage.link.deliver(self.shard.get(blank=not self.plan.is_cut)[self.own], masters)
+            self.storage.link.deliver(self.own(self.shard.get(blank=not self.plan.is_cut)), masters)
         if self.shard.tier is Tier.DISK:  # the disk write reads host memory, which must be filled first
             self.storage.link.wait_host()
         self.shard.release(changed=True)
@@ -117,12 +116,15 @@ class RestingWeights:
         if not self.plan.is_cut:
             return
         self._arrive()
-        shard = self.shard.get()
-        device = self.storage.device
-        values = shard if shard.device == device else shard.to(device)
-        handle = gather_pieces(values, self._outer)
-        deliver = None if values is shard else functools.partial(self.storage.link.deliver, shard, values)
-        self._spreading = collectives.Handle([handle], deliver)
+        shard, link = self.shard.get(), self.storage.link
+        if shard.device == link.device:
+            self._spreading = gather_pieces(shard, self._outer)
+            return
+        # Pieces travel between devices: the shard is there until it is whole.
+        values = torch.empty(shard.numel(), dtype=shard.dtype, device=link.device)
+        link.deliver(self.own(values), self.master.elements if self.master.tier is Tier.DEVICE else self.own(shard))
+        link.wait_device()
+        self._spreading = collectives.Handle([gather_pieces(values, self._outer)], lambda: link.deliver(shard, values))
 
     def _arrive(self) -> None:
         """Wait for the pieces of the other copies. Local."""
@@ -137,7 +139,15 @@ class RestingWeights:
 
     def fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours."""
-        self._arrive()
+        if self._spreading is None:
+            return self._fill(full, axis)
+        # The next unit's pieces may still be on their way, which this unit's computation must not wait for.
+        with self.storage.link.aside() as arrival:
+            self._arrive()
+            gather = self._fill(full, axis)
+        return collectives.Handle([gather, *arrival])
+
+    def _fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         if self.second is not None and self.second.holds:
             return self.second.gather(full)
         if not self.plan.separate:

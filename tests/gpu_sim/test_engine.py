@@ -19,6 +19,7 @@ AXES: dict[str, Any] = {
     "accumulation": (1, 2),
     "checkpointing": ("none", "blocks", "host"),
     "replicas": (1, 2),
+    "over": (False, True),
     "offload": ("none", "optimizer", "both"),
     "in_backward": (False, True),
     "budget": (False, True),
@@ -31,7 +32,8 @@ AXES: dict[str, Any] = {
 def exists(cell: Cell) -> bool:
     """What the configuration allows."""
     least = {"optimizer": 1, "both": 3}.get(cell["offload"], 0)
-    if cell["stage"] < max(least, 3 if cell["budget"] or cell["replicas"] > 1 else 0):
+    copies = 0 if cell["replicas"] == 1 else 1 if cell["over"] else 3
+    if cell["stage"] < max(least, copies, 3 if cell["budget"] else 0) or (cell["over"] and cell["replicas"] == 1):
         return False
     return not (cell["in_backward"] and cell["dtype"] == "fp16")
 
@@ -39,12 +41,20 @@ def exists(cell: Cell) -> bool:
 EVERY = cells(AXES, allowed=exists, full=True)
 FEW: list[Cell] = [
     dict(
-        stage=2, accumulation=2, checkpointing="none", replicas=1, offload="optimizer", in_backward=False, budget=False,
-        lora=False, dtype="fp16", between="generation",
+        stage=2, accumulation=2, checkpointing="none", replicas=1, over=False, offload="optimizer", in_backward=False,
+        budget=False, lora=False, dtype="fp16", between="generation",
     ),
     dict(
-        stage=3, accumulation=1, checkpointing="host", replicas=2, offload="both", in_backward=True, budget=True,
+        stage=3, accumulation=1, checkpointing="host", replicas=2, over=False, offload="both", in_backward=True, budget=True,
         lora=True, dtype="bf16", between="evaluation",
+    ),
+    dict(
+        stage=2, accumulation=2, checkpointing="none", replicas=2, over=True, offload="none", in_backward=False,
+        budget=False, lora=False, dtype="bf16", between="nothing",
+    ),
+    dict(
+        stage=3, accumulation=1, checkpointing="none", replicas=2, over=True, offload="both", in_backward=False,
+        budget=False, lora=False, dtype="bf16", between="evaluation",
     ),
 ]  # fmt: skip
 """What each axis does beyond the plain steps of `test_trainers.py` (stages 0 and 1) and `test_sequences.py` (stage 3)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import FULL_GRID_ONLY, some_of
+from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
 from tests.gpu_sim import costs, library
 from tests.gpu_sim.replay import Outcome
 from tests.gpu_sim.server import simulate
@@ -40,6 +40,20 @@ def test_a_step_takes_little_longer_than_its_computation(engine: str) -> None:
 def test_what_shows_is_what_layouts_are_chosen_by(engine: str) -> None:
     found, run = looked_up(int(engine[-1]), costs.NETWORK, CASE), outcome(engine)
     assert found.exposed == pytest.approx(run.seconds - run.busy[COMPUTE], rel=0.3)
+
+
+FOUR_OF_EIGHT = (4, 8, 8 if FULL_GRID else 4)
+"""Machines, their ranks, microbatches."""
+BETWEEN = (50e9, 50e9 / 8) if FULL_GRID else (50e9,)
+"""Of a rank: a link of 50 GB/s for each of them, or one that a machine's ranks share."""
+
+
+@pytest.mark.parametrize(("stage", "between"), [(s, b) for s in some_of({1: 0, 2: 0, 3: 0}, 3) for b in BETWEEN])
+def test_the_optimizer_over_all_machines_hides_what_crosses_between_them(stage: int, between: float) -> None:
+    case = LAYERS if FULL_GRID else replace(CASE, layers=2)
+    (found,) = simulate("tests.gpu_sim.timed_copies:run", "over", stage, FOUR_OF_EIGHT, between, case)
+    assert found.hung == []
+    assert found.ratio < 1.10
 
 
 @FULL_GRID_ONLY

@@ -31,6 +31,8 @@ class Setting:
     """none, blocks, or host (their inputs rest there)."""
     replicas: int = 1
     """Of the shards (HSDP)."""
+    over: bool = False
+    """Whether the optimizer is sharded over the replicas, too."""
     offload: str = "none"
     """none, optimizer, or both (weights too)."""
     in_backward: bool = False
@@ -51,6 +53,8 @@ class Setting:
         if self.replicas > 1:
             zero["mics_shard_size"] = self.world // self.replicas
         own: dict[str, Any] = {"stall_report_seconds": 0, "check_load": False, "tiled_loss": False}
+        if self.over:
+            own["optimizer_over"] = "all"
         if self.in_backward:
             own["optimizer_in_backward"] = True
         if self.budget:

@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
         "what a user writes reaches only this copy's piece of a shard",
         "sharding/resting_weights.py",
         "                    shard.copy_(full[slice(*self.plan.gathered)])\n",
-        "                    shard[self.own].copy_(full[slice(*self.plan.interval)])\n",
+        "                    self.own(shard).copy_(full[slice(*self.plan.interval)])\n",
         ("sharding/test_optimizer_over.py",),
     ),
     Mutant(

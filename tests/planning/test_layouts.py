@@ -95,6 +95,18 @@ def test_replicas_that_train_alone_hold_more_and_send_less() -> None:
     assert 0 < rough == before // 100
 
 
+def test_the_optimizer_is_sharded_over_copies_where_links_between_machines_are_slower() -> None:
+    inside = Hardware().inside
+    for between, over in ((inside, False), (inside / 60, True)):
+        hardware = Hardware(between=between, latency=0.0, ranks_per_machine=4)
+        looked = Search(meta("llama"), start(), WANTED, Limits(ROOM, None, 4), hardware)
+        best = looked.best_with(pp=1, tp=1)
+        assert best is not None and best.layout.over is over
+        found = looked.plan(replace(best.layout, dp_replicate=2, dp_shard=4, over=True))
+        assert found is not None and found.plan.states.cuts_copies
+        check_planned_as_a_job_is(looked, found)
+
+
 @pytest.mark.parametrize("family", ["llama", *(["qwen3_moe"] if FULL_GRID else [])])
 def test_the_best_fit_and_are_planned_as_a_job_is(family: str) -> None:
     looked = search(family)

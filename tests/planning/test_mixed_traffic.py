@@ -39,6 +39,26 @@ CASES: dict[str, dict[str, Any]] = {
         "hf_dist": {"sequence_parallel": "ring"},
     },
     "cp4-copies": {"sequence_parallel_size": 4, "zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+    "cp4-copies-over": {
+        "sequence_parallel_size": 4,
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "hf_dist": {"optimizer_over": "all"},
+    },
+    "ep2-copies-over": {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 2, "mics_shard_size": 2},
+        "hf_dist": {"optimizer_over": "all"},
+    },
+    "tp2-copies-over": {
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": 1, "mics_shard_size": 1},
+        "hf_dist": {"optimizer_over": "all"},
+    },
+    "pp2-copies-over": {
+        "pipeline": {"partition_method": "uniform", "stages": 2},
+        "zero_optimization": {"stage": 3, "mics_shard_size": 1},
+        "hf_dist": {"optimizer_over": "all"},
+    },
     "tp2-ep2-z3": {
         "tensor_parallel": {"autotp_size": 2},
         "expert_parallel": {"enabled": True, "autoep_size": 2},
@@ -76,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
         "hf_dist": {"sequence_regions": False},
     },
 }
-CASES = some_of(CASES, "cp2-ring-copies", "tp2-ep2-z3", "pp2-tp2-z3-interleaved-early")
+CASES = some_of(CASES, "cp2-ring-copies", "ep2-copies-over", "tp2-ep2-z3", "pp2-tp2-z3-interleaved-early")
 """By default every axis: copies, spread experts, and stages that split their sequences."""
 SEQ = LENGTH + 1
 AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp", "pp")
@@ -134,7 +154,8 @@ def measure(rank: int, world: int) -> dict[str, tuple[int, dict[str, dict[str, i
             own = sent.setdefault("tp" if entry.axis.endswith(" on tp") else entry.axis, {})
             own[entry.op] = own.get(entry.op, 0) + entry.nbytes
         # The plan is of the first shard: small tensors leave gaps of other sizes in the others.
-        at_rest = engine.resident_nbytes()["device"] if engine.mesh.shard.rank == 0 else 0
+        first = engine.mesh.shard.rank == engine.mesh.views["dp_replicate"].rank == 0
+        at_rest = engine.resident_nbytes()["device"] if first else 0
         found[case] = (at_rest, sent, start_up_report(engine))
     return found
 

@@ -89,12 +89,14 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
     from hf_dist.planning.comm_volume import step_traffic
     from hf_dist.planning.planner import Planner, Workload
     from hf_dist.planning.state_bytes import States
+    from hf_dist.sharding.group_axes import pieces_of
 
     resolved = resolve_without_trainer(load_config(config), data_ranks=size, hidden_size=case.width)
     shards = engine.mesh.shard.size
     with torch.device("meta"):
         meta = case.llama()
-    states = States.of_model(meta, resolved, num_shards=shards, rank=rank % shards)
+    pieces = pieces_of(engine.mesh.axes, engine.sharded.placements.copies)
+    states = States.of_model(meta, resolved, num_shards=shards, rank=rank % shards, pieces=pieces)
     plan = Planner(meta, size, Workload(case.rows, case.seq, case.checkpointing)).plan(resolved)
     accumulation = config.get("gradient_accumulation_steps", 1)
     return {

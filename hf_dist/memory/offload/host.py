@@ -115,6 +115,7 @@ class HostLink:
         on_gpu = device.type == "cuda"
         self._to_host: Any = torch.cuda.Stream(device) if on_gpu else None
         self._to_device: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._aside: Any = None
         self._in_use: deque[tuple[Any, torch.Tensor]] = deque()
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
@@ -129,9 +130,26 @@ class HostLink:
         if stream is None or host.is_cuda:
             yield arrival
             return
+        with self._in(stream, arrival):
+            yield arrival
+
+    @contextmanager
+    def aside(self) -> Iterator[list[object]]:
+        """As `beside`, for work of the device itself: what it waits for inside does not hold back the device's later work."""
+        arrival: list[object] = []
+        if self.device.type != "cuda":
+            yield arrival
+            return
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(self.device)
+        with self._in(self._aside, arrival):
+            yield arrival
+
+    @contextmanager
+    def _in(self, stream: Any, arrival: list[object]) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            yield arrival
+            yield
             arrival.append(stream.record_event())
 
     def collect(
@@ -162,8 +180,9 @@ class HostLink:
     def deliver(self, into: torch.Tensor, values: torch.Tensor) -> None:
         """Cast `values` into `into`; one of them is on the host. Before reading `into`, call `wait_device` (or `wait_host`)."""
         if not into.is_cuda and values.is_cuda and self._to_host is not None:
-            with self.beside(into, to_host=True):
+            with self.beside(into, to_host=True) as arrival:
                 into.copy_(values, non_blocking=True)
+            self._hold(arrival, values)
             self._to_device.wait_stream(self._to_host)  # the next call may send it back
             return
         if not into.is_cuda or values.is_cuda:
