@@ -176,7 +176,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         _OVER,
         "`local_sgd.every`",
-        lambda config: config.hf_dist.optimizer_over == "all" and config.local_sgd.enabled,
+        lambda config: config.hf_dist.optimizer_over == "all" and config.local_sgd.every > 0,
         "replicas that train alone have all of their optimizer state",
         'is "all", and replicas that train alone (local_sgd) have all of their optimizer state',
         "Remove the key, or the section local_sgd.",

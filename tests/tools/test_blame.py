@@ -62,6 +62,16 @@ def test_the_broken_axis_is_named(name: str, tmp_path: Path) -> None:
 # ---- without processes
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_without_copies_do_not_shard_the_optimizer_over_them(stage: int) -> None:
+    layout = {**STAGES, **zero(stage, mics_shard_size=2), "hf_dist": {"optimizer_over": "all"}}
+    whole = job({**layout, "gradient_accumulation_steps": 2}, data_ranks=4, accumulation=2)
+    for part in (*alone_parts(whole), *parts_without_one(whole), one_rank(whole)):
+        config = load_config(part.job.layout)
+        copies = axes_of(config, part.world).size("dp_replicate")
+        assert (config.hf_dist.optimizer_over == "all") == (copies > 1), part.named
+
+
 def job(layout: dict[str, Any], data_ranks: int, accumulation: int) -> Job:
     """Of two steps."""
     return Job("", "X", layout, {}, "AdamW", {"lr": 1e-3}, 2, data_ranks, accumulation)

@@ -87,7 +87,8 @@ def test_every_file_that_loads_is_resolved_for_a_plan_for_layouts_and_for_tuning
         resolved = some_ranks(config, model)
         settled = {path: resolved.value_at(path) for path in resolved.sources if path not in _FOUND_LATER}
         assert "auto" not in settled.values(), data
-        base = layouts.base_of_layouts(data)
+        base = layouts.base_of_layouts({**data, "hf_dist": {**(data.get("hf_dist") or {}), "optimizer_over": "all"}})
+        assert "optimizer_over" not in base["hf_dist"]
         resolved_config(load_config(base), 1, 1, model)
         (text,) = suggestions("x", base, tmp_path, [CHANGES]).values()
         assert json.loads(text)["zero_optimization"]["stage"] == 1

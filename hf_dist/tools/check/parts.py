@@ -24,6 +24,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 """Axis -> its top-level keys in a config. `dp_replicate` and ZeRO, which stands for `dp_shard`, share `zero_optimization`."""
 _SHARDS, _SECOND_COPY = "mics_shard_size", "zero_hpz_partition_size"
 """Keys of `zero_optimization` that count ranks, of which a part may have fewer."""
+_OVER_COPIES = "optimizer_over"
+"""The key of `hf_dist` that means something with `dp_replicate` only."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def _part(job: Job, used: Mapping[str, int], names: Sequence[str], axis: str, tr
         size = zero.pop(_SHARDS, 0)
         if "dp_replicate" in kept:
             zero[_SHARDS] = shards * min(kept.get("cp", 1), size)
+    if "dp_replicate" not in kept:
+        layout.get("hf_dist", {}).pop(_OVER_COPIES, None)
     steps = job.window // data
     layout["gradient_accumulation_steps"] = steps
     world = data * math.prod(kept.get(name, 1) for name in ("pp", "cp", "tp"))

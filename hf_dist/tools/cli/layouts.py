@@ -71,8 +71,11 @@ def base_of_layouts(file: Path | Mapping[str, object] | None) -> dict[str, Any]:
     """The config that every layout starts from: that of the file, if there is one, without the keys that the search decides."""
     data = _START if file is None else canonical(file)
     data = {key: value for key, value in data.items() if key not in _OF_LAYOUTS}
-    zero = data.get("zero_optimization", {})
-    return {**data, "zero_optimization": {key: value for key, value in zero.items() if key != "mics_shard_size"}}
+    data.setdefault("zero_optimization", {})
+    for section, path in (("zero_optimization", "mics_shard_size"), ("hf_dist", "optimizer_over")):
+        if section in data:
+            data[section] = {key: value for key, value in data[section].items() if key != path}
+    return data
 
 
 def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, output: Path | None, as_json: bool) -> None:
