@@ -103,15 +103,15 @@ AXES: dict[str, tuple[int, dict[str, tuple[Any, ...]]]] = {
         },
     ),
     "over-six": (  # two copies of three ranks, three of two
-        2,
+        PAIRS,
         {
-            "family": ("llama", "qwen3_moe"),
+            "family": FAMILIES,
             "over": (True,),
             "world": (6,),
             "shard_size": (2, 3),
             "stage": (1, 2, 3),
+            "accumulation": (1, 3),
             "tied": BOTH,
-            "accumulation": (1,),
         },
     ),
     "over-experts": (
@@ -153,7 +153,7 @@ BY_DEFAULT = (
     "llama-z3-acc3-once-shard2-w4",
     "qwen3_moe-z2-acc3-over-shard2-ep2-w4",
     "llama-z3-acc3-over-shard2-adafactor-w4",
-    "qwen3_moe-z3-acc1-tied-over-shard3-w6",
+    "bert-z3-acc1-tied-over-shard3-w6",
 )
 """Every value of every axis; the other cells run with HF_DIST_FULL_GRID=1. `parallel/tensor/test_grid.py`: Bert, Qwen3."""
 

@@ -136,9 +136,43 @@ def train(rank: int, over: bool, case: dict[str, Any], folder: str) -> dict[str,
     }  # fmt: skip
 
 
-def both(rank: int, world: int, names: list[str], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every case with copies that hold all of the optimizer's state, and with copies that hold pieces."""
-    return [(train(rank, False, CASES[name], folder), train(rank, True, CASES[name], folder)) for name in names]
+def looked_at(over: bool) -> list[float]:
+    """What user code sees and changes of gradients in a window and at its end: norms, clipping, products, own values."""
+    import hf_dist
+
+    torch.manual_seed(0)
+    model = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "mics_shard_size": SHARDS},
+        "hf_dist": {"optimizer_over": "all" if over else "shard"},
+    }
+    engine = hf_dist.initialize(model, config=config)
+    head, up, down = model.head.weight, model.blocks[0].up.weight, model.blocks[1].down.weight
+    seen: list[Any] = []
+    for step in range(2):
+        for k in range(2):
+            ids = (torch.arange(12).view(2, 6) + 7 * engine.mesh.dp.rank + step + 3 * k) % 53
+            engine.backward(nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten()))
+            seen += [head.grad.norm(), head.grad.norm(float("inf"))]
+            if k:
+                seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+                head.grad.mul_(0.5)
+                up.grad = torch.full(up.shape, 0.01)
+                down.grad = None
+                seen += [hf_dist.full_gradient(p).norm() for p in (head, up)]
+            engine.step()
+    with hf_dist.gathered(model):
+        return [*map(float, seen), *(float(p.norm()) for p in model.parameters())]
+
+
+def both(rank: int, world: int, names: list[str], folder: str) -> list[tuple[Any, Any]]:
+    """Every case with copies that hold all of the optimizer's state, and with copies that hold pieces; what user code sees."""
+    return [(looked_at(False), looked_at(True))] + [
+        (train(rank, False, CASES[name], folder), train(rank, True, CASES[name], folder)) for name in names
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +180,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By case: of every rank, without and with."""
     folder = str(tmp_path_factory.mktemp("states"))
     ranks = run_ranks(both, WORLD, (list(CASES), folder), timeout=400)
-    return {name: [rank[index] for rank in ranks] for index, name in enumerate(CASES)}
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(["user code", *CASES])}
+
+
+def test_user_code_sees_and_changes_the_same_gradients(found: Any) -> None:
+    for plain, over in found["user code"]:
+        assert over == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
