@@ -26,7 +26,7 @@ def found(name: str, need: int, **seconds: float) -> Any:
     return SimpleNamespace(layout=SimpleNamespace(text=name), time=time, plan=SimpleNamespace(device_need=need))
 
 
-LONG = "pp 16 x dp_replicate 4 x dp_shard 32 x cp 4 x tp 8 (ep 32), ZeRO 2 every microbatch"
+LONG = "pp 16 x dp_replicate 4 x dp_shard 32 x cp 4 x tp 8 (ep 32), ZeRO 3, optimizer over all"
 LAYOUTS = [found(LONG, 70 * 10**9, compute=1.5, bubble=0.2), found("tp 2, ZeRO 1", 9 * 10**9, compute=2.0)]
 PICTURES = {
     "two experts": draw_balance(ExpertLoad(2, 1, 123456, {"model.layers.0.mlp.experts": [3, 5]})),
