@@ -47,7 +47,7 @@ class RestingWeights:
 
     def own(self, shard: torch.Tensor) -> torch.Tensor:
         """The part of `shard` (what the gathers read, 1-D) that the masters are cast into, for who writes it. Local."""
-        self._arrive()  # a unit that nothing has gathered since may still be sent
+        self.arrive()  # a unit that nothing has gathered since may still be sent
         start, stop = (edge - self.plan.gathered[0] for edge in self.plan.interval)
         return shard[start:stop]
 
@@ -115,7 +115,7 @@ class RestingWeights:
         """
         if not self.plan.is_cut:
             return
-        self._arrive()
+        self.arrive()
         shard, link = self.shard.get(), self.storage.link
         if shard.device == link.device:
             self._spreading = gather_pieces(shard, self._outer)
@@ -126,7 +126,7 @@ class RestingWeights:
         link.wait_device()
         self._spreading = collectives.Handle([gather_pieces(values, self._outer)], lambda: link.deliver(shard, values))
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         """Wait for the pieces of the other copies. Local."""
         if self._spreading is not None:
             self._spreading.wait()
@@ -143,7 +143,7 @@ class RestingWeights:
             return self._fill(full, axis)
         # The next unit's pieces may still be on their way, which this unit's computation must not wait for.
         with self.storage.link.aside() as arrival:
-            self._arrive()
+            self.arrive()
             gather = self._fill(full, axis)
         return collectives.Handle([gather, *arrival])
 

@@ -181,8 +181,11 @@ class ShardedModel:
                     group.zero_gradient(index, set_to_none)
 
     def finish_gathers(self) -> None:
-        """Wait for running gathers of replicated weights before the model is dropped, when no forward will. Local."""
+        """Wait for running gathers of replicated weights before the model is dropped, when no forward will. Local.
+
+        And for what copies of a shard exchange: the memory goes with the model."""
         for group in self.groups:
+            group.rest.arrive()
             if group.is_replicated and group.full.is_current:
                 group.wait_unshard()
 
