@@ -27,6 +27,8 @@ NAMES = (
 )
 COPIES = sequences(2, zero_optimization={"stage": 3, "mics_shard_size": 1})
 """Both ranks of a sequence hold all states."""
+OVER = {**CP, "zero_optimization": {"stage": 2, "mics_shard_size": 2}, "hf_dist": {"optimizer_over": "all"}}
+"""Of four ranks two hold a shard, and pieces of its optimizer state."""
 
 
 def job(function: str, **arguments: Any) -> Job:
@@ -77,11 +79,12 @@ ON_TWO = ON_TWO if FULL_GRID else [case for case in ON_TWO[:-2] if case[2] is FE
 ON_FOUR = [
     *((name, 3, PP) for name in ("plain", "label_smoothing", "classifier", "lora", "moe")),
     *((name, 3, CP) for name in ("plain", "override_own", "classifier")),
+    *((name, 2, OVER) for name in ("plain", "lora", "compute_loss_func")),
     *((name, 2, TP) for name in ("plain", "label_smoothing", "override_own", "lora", "moe")),
     ("plain", 3, TP),
     ("plain", 1, {**TP, **PP}),
 ]
-ON_FOUR = ON_FOUR if FULL_GRID else [ON_FOUR[6]]
+ON_FOUR = ON_FOUR if FULL_GRID else [case for case in ON_FOUR if case == ("override_own", 3, CP)]
 
 
 SAVED = [job("saved", stage=1, layout=layout, accumulation=3) for layout in ((PP, CP, COPIES) if FULL_GRID else (PP,))]
@@ -115,7 +118,7 @@ JOBS: dict[int, list[Job]] = {
         *SAVED, *HALF, SEQ2SEQ,
     ],
     4: [
-        *(train_job(*case, data_ranks=2 if case[2] in (PP, TP, CP) else 1) for case in ON_FOUR),
+        *(train_job(*case, data_ranks=2 if case[2] in (PP, TP, CP, OVER) else 1) for case in ON_FOUR),
         *(evaluated_job("metrics", 3, layout) for layout in (PP, TP, CP) if FULL_GRID),
     ],
 }  # fmt: skip
