@@ -157,9 +157,7 @@ def _role(name: str, section: object) -> RoleConfig:
     clip = section.get("clip", "joint")
     if clip not in ("joint", "own"):
         raise BadValue(f'has {name}.clip: {clip!r}, which is neither "joint" nor "own"', _EXAMPLE)
-    averages, replicas = section.get("averages", False), section.get("replicas", 1)
-    if type(averages) is not bool:
-        raise BadValue(f"has {name}.averages: {averages!r}, which is neither true nor false", _EXAMPLE)
+    replicas = section.get("replicas", 1)
     if type(replicas) is not int or replicas < 1:
         raise BadValue(f"has {name}.replicas: {replicas!r}, which is no number from 1", _EXAMPLE)
     layout = dict(config) if isinstance(config, Mapping) else config
@@ -169,10 +167,17 @@ def _role(name: str, section: object) -> RoleConfig:
         functions=tuple(functions),
         clip=clip,
         config=layout,
-        averages=averages,
+        averages=_averages(name, section),
         replicas=replicas,
         port=_port(name, section),
     )
+
+
+def _averages(name: str, section: Mapping[str, object]) -> bool:
+    averages = section.get("averages", False)
+    if type(averages) is not bool:
+        raise BadValue(f"has {name}.averages: {averages!r}, which is neither true nor false", _EXAMPLE)
+    return averages
 
 
 def averaging_role(roles: Mapping[str, RoleConfig]) -> str:
@@ -191,14 +196,14 @@ def _role_of_job(name: str, section: Mapping[str, object]) -> RoleConfig:
     job, model = section["job"], section.get("model", "")
     if not isinstance(job, str) or not job:
         raise BadValue(f"has {name}.job: {job!r}, which is no address", _ADDRESS)
-    more = [key for key in section if key not in ("job", "model")]
+    more = [key for key in section if key not in ("job", "model", "averages")]
     if more:
         raise BadValue(
             f"has {name}, a role of another job, with {', '.join(more)}", "Say that in the file of that job."
         )
     if not isinstance(model, str):
         raise BadValue(f"has a {name} whose model is no path", _EXAMPLE)
-    return RoleConfig(job=job, model=model)
+    return RoleConfig(job=job, model=model, averages=_averages(name, section))
 
 
 def serves_jobs(roles: Mapping[str, RoleConfig]) -> bool:
@@ -223,6 +228,12 @@ def jobs_of(value: object) -> dict[str, str]:
 def local_sizes(roles: Mapping[str, RoleConfig]) -> dict[str, int | str]:
     """The roles of this start, with their ranks."""
     return {name: role.ranks for name, role in roles.items() if role.ranks is not None}
+
+
+def local_replicas(roles: Mapping[str, RoleConfig]) -> dict[str, int]:
+    """Role of this start -> the replicas that it is divided into. Where their server is in another job, each is a job."""
+    apart = any(role.averages and role.job for role in roles.values())
+    return {name: 1 if apart else role.replicas for name, role in roles.items()}
 
 
 def asking_role(roles: Mapping[str, RoleConfig]) -> str:

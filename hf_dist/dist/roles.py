@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_dist.errors import ConfigError, Problem
@@ -110,10 +110,12 @@ def _ranks(role: Role) -> str:
     return f"ranks {role.first}-{role.first + role.size - 1}" if role.size > 1 else f"rank {role.first}"
 
 
-def divide(sizes: Mapping[str, int | str], replicas: Mapping[str, int] | None = None) -> Place:
+def divide(
+    sizes: Mapping[str, int | str], replicas: Mapping[str, int] | None = None, whole: tuple[int, int] | None = None
+) -> Place:
     """Make this process a member of its role only. Every process of the start calls it, before torch.distributed starts.
 
-    `replicas`: role -> equal parts of it. A second call with the same roles returns the first one's answer. Raises
+    `replicas`: role -> equal parts of it; `whole`: (number, of how many) if this start is one replica. A second call with the same roles returns the first one's answer. Raises
     `ConfigError` for roles that do not add up, or that come too late.
     """
     global _place
@@ -123,6 +125,8 @@ def divide(sizes: Mapping[str, int | str], replicas: Mapping[str, int] | None = 
         return _place
     launch = detect_launch()
     roles = dealt(sizes, launch.world_size, replicas)
+    if whole is not None:
+        roles = {name: replace(role, replica=whole[0], replicas=whole[1]) for name, role in roles.items()}
     if has_started():
         raise _problem(
             "", ", ".join(sizes), "come too late: torch.distributed has started",

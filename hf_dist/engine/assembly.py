@@ -78,8 +78,10 @@ def _outer(sharded: ShardedModel, config: DistConfig) -> OuterOptimizer | Served
     if not sharded.trainable_groups:
         return None
     if config.local_sgd.is_served:
-        server = averaging_role(roles_of(config.hf_dist.roles))
-        return ServedOuter(sharded, config.local_sgd, functools.partial(reach, server))
+        roles = roles_of(config.hf_dist.roles)
+        server = averaging_role(roles)
+        job = roles[server].address if roles[server].job else None
+        return ServedOuter(sharded, config.local_sgd, functools.partial(reach, server, job))
     return OuterOptimizer(sharded, config.local_sgd) if sharded.mesh.replicas is not None else None
 
 

@@ -218,6 +218,7 @@ class CheckpointingMixin(ResumingMixin, DataPositionMixin):
         if engine is None:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
             return
+        engine.synchronize_replicas()  # with a server, a signal may come between two meetings
         if self.hp_search_backend is None and trial is None:  # type: ignore[attr-defined]
             self.store_flos()  # type: ignore[attr-defined]
         run = Path(self._get_output_dir(trial=trial))  # type: ignore[attr-defined]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 from hf_dist.config import DistConfig, axes_of
-from hf_dist.config.roles import RoleConfig, asking_role, local_sizes, roles_of, serves_jobs
+from hf_dist.config.roles import RoleConfig, asking_role, local_replicas, local_sizes, roles_of, serves_jobs
 from hf_dist.dist import excepthook
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.mesh import leave_job
@@ -22,6 +26,8 @@ from hf_dist.sharding.precision import DTYPES
 
 __all__ = ["enter", "remote_model"]
 
+REPLICA = "HF_DIST_REPLICA"
+"""Which replica a start is, where each is a job of its own."""
 _asking: DistConfig | None = None
 
 
@@ -38,20 +44,15 @@ def enter(config: DistConfig) -> None:
     excepthook.install()
     if serves_jobs(roles) or any(role.job for role in roles.values()):
         Secret.of_environment()  # before anything is loaded
-    where = divide(local_sizes(roles), {name: role.replicas for name, role in roles.items()})
+    where = divide(local_sizes(roles), local_replicas(roles), _whole_replica(roles))
     if where.role.kind == asking_role(roles):
         _asking = config
         return
     role = roles[where.role.name]
+    if not serves_jobs(roles):
+        _stay_for_the_trainer(where.role.name)
     if role.averages:
-        from hf_dist.engine.build import mesh_for
-        from hf_dist.parallel.local_sgd.meeting_point import expect_replicas
-        from hf_dist.parallel.local_sgd.server import ReplicaServer
-
-        replicas = roles[asking_role(roles)].replicas
-        server = ReplicaServer(mesh_for(role_layout(role), device="cpu").world, config.local_sgd, replicas)
-        expect_replicas(where, server.guests, replicas)
-        said = server.run()
+        said = _averages(where, role, config, roles[asking_role(roles)].replicas if asking_role(roles) else None)
     else:
         from hf_dist.hf.serving_model import serve_role
 
@@ -60,6 +61,46 @@ def enter(config: DistConfig) -> None:
         say_once(f"role {where.role.name}: {said}")
     leave_job()
     sys.exit(0)
+
+
+def _stay_for_the_trainer(name: str) -> None:
+    """Outlive a first SIGTERM or SIGUSR1, which launchers send to every process: the trainer saves then."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+
+        def told(number: int, _: object) -> None:
+            say_once(f"role {name}: told to end; it stays until the trainer has ended")
+            signal.signal(number, signal.SIG_DFL)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(number, told)
+
+
+def _averages(where: Place, role: RoleConfig, config: DistConfig, replicas: int | None) -> str:
+    """Meet replicas of this start, `replicas` of them, or of other jobs, until the process is ended."""
+    from hf_dist.engine.build import mesh_for
+    from hf_dist.parallel.local_sgd import meeting_point
+    from hf_dist.parallel.local_sgd.server import ReplicaServer
+
+    server = ReplicaServer(mesh_for(role_layout(role), device="cpu").world, config.local_sgd, replicas)
+    if replicas is None:
+        meeting_point.open_doors(where, server.guests, role.port)
+    else:
+        meeting_point.expect_replicas(where, server.guests, replicas)
+    return server.run()
+
+
+def _whole_replica(roles: Mapping[str, RoleConfig]) -> tuple[int, int] | None:
+    """(number, of how many), if this start is one of several replicas whose server is in another job. Raises `ConfigError`."""
+    of = roles[asking_role(roles)].replicas if asking_role(roles) else 1
+    if not any(role.averages and role.job for role in roles.values()):
+        return None
+    said = os.environ.get(REPLICA, "" if of > 1 else "0")
+    if not said.isdecimal() or int(said) >= of:
+        what = f"is not the number of this replica among the {of} of hf_dist.roles.{asking_role(roles)}.replicas"
+        raise ConfigError(
+            Problem(REPLICA, said, what, f"Set it to another number from 0 to {of - 1} in each of their jobs.")
+        )
+    return int(said), of
 
 
 def asking_config(role: str) -> tuple[dict[str, RoleConfig], Place, DistConfig]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dist.config import DistConfig, load_config
-from hf_dist.config.roles import RoleConfig, asking_role, local_sizes, roles_of
+from hf_dist.config.roles import RoleConfig, asking_role, local_replicas, local_sizes, roles_of
 from hf_dist.dist.roles import dealt
 
 __all__ = ["Part", "parts_of", "role_dtype", "role_layout"]
@@ -63,7 +63,7 @@ def parts_of(config: DistConfig, world: int) -> list[Part]:
     if not roles:
         return [Part("", 0, world, config, None)]
     asker = asking_role(roles)
-    places = dealt(local_sizes(roles), world, {name: role.replicas for name, role in roles.items()})
+    places = dealt(local_sizes(roles), world, local_replicas(roles))
 
     def found() -> Iterator[Part]:
         for name in sorted(places, key=lambda name: name != asker):

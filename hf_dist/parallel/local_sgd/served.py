@@ -127,6 +127,11 @@ class ServedOuter:
             self._exchange([{"call": "rest"}] * len(self._cells))
             self._joined = False
 
+    def leave(self) -> None:
+        """Tell the server that nothing follows. Idempotent; runs at the end of the process, too."""
+        if self._reached is not None:
+            self._reached.leave()
+
     # ---------------------------------------------------------------- what crosses
 
     def _prepare(self) -> None:

@@ -109,9 +109,7 @@ def _served(run: str, folder: str) -> None:
     engine.outer.rest()
     found = {"loss": _loss(engine, held_out), "ends": ends, "replica": rank - 1, "version": engine.outer.version}
     Path(folder, f"replica{rank - 1}.json").write_text(json.dumps(found))
-    from hf_dist.parallel.local_sgd import meeting_point
-
-    meeting_point.reach("server").leave()
+    engine.outer.leave()
 
 
 CASES: dict[str, Callable[[str], None]] = {name: functools.partial(_served, name) for name in RUNS}

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hf_dist import DistAccelerator
-from hf_dist.parallel.local_sgd import meeting_point
 from hf_dist.parallel.local_sgd.server import ReplicaServer
 from tests.parallel.local_sgd.emulation import Work, _step, count_items, inner_for, model_for, rows_of
 from tests.parity.families import make_batches, summed_loss
@@ -31,6 +30,8 @@ class Served:
     layout: dict[str, Any] = field(default_factory=dict)
     pauses: tuple[float, ...] = ()
     """Seconds that each replica waits before its first step, and between its steps."""
+    job: str = ""
+    """Where the server is, if it and each replica are jobs of their own."""
 
     @property
     def world(self) -> int:
@@ -41,7 +42,8 @@ class Served:
     def config(self) -> dict[str, Any]:
         """The JSON."""
         replicas = {"ranks": "rest", "replicas": self.work.replicas}
-        roles = {"server": {"ranks": self.servers, "averages": True}, "trainer": replicas}
+        server: dict[str, Any] = {"job": self.job} if self.job else {"ranks": self.servers}
+        roles = {"server": {**server, "averages": True}, "trainer": replicas}
         section = {**self.work.section, "mode": "server", "dynamic_steps": False}
         return {
             "train_micro_batch_size_per_gpu": "auto",
@@ -87,7 +89,7 @@ def train(rank: int, world: int, served: Served, act: Callable[[int, int], None]
     weights = {name: t.float().clone() for name, t in (state or {}).items()}
     sent = (outer.pushed_nbytes, outer.pulled_nbytes)
     outer.rest()
-    meeting_point.reach("server").leave()
+    outer.leave()
     return {"replica": number, "weights": weights, "losses": losses, "sent": sent}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist import DistTrainer, DistTrainingArguments
-from hf_dist.parallel.local_sgd import meeting_point
 from tests.hf.lifecycle import logged
 from tests.hf.on_ranks import weights_of
 from tests.hf.recipes import Recipe, Row, texts
@@ -77,7 +76,7 @@ def train(
         "replica": trainer.accelerator.replica,
         "made": made,
     }
-    meeting_point.reach("server").leave()
+    outer.leave()
     return report
 
 

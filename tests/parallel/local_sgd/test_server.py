@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_dist.dist.ports import HeldPort
 from tests.covering import FULL_GRID, some_of
 from tests.harness import run_ranks
 from tests.parallel.local_sgd import served_trainings as trainings
@@ -93,6 +98,13 @@ def test_the_others_go_on(case: str, tmp_path: Path) -> None:
     assert [pushes.count(number) for number in range(3)] == [4, 4, 4 if case == "late" else 1]
 
 
+def test_a_server_stays_until_replicas_that_are_told_to_end_have_saved(tmp_path: Path) -> None:
+    codes, output, _ = launch("told", tmp_path, 3, 120, "tests.workers.served", sends_sigterm=False)
+    assert codes == [0, 75, 75], output
+    assert "role server: told to end; it stays until the trainer has ended" in output
+    assert any(tmp_path.glob("checkpoint-*")) and any(tmp_path.glob("replica-1/checkpoint-*")), output
+
+
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     codes, output, _ = launch("server_killed", tmp_path, SERVERS + 3, 120, "tests.workers.served")
     assert None not in codes and 0 not in codes, output
@@ -146,3 +158,35 @@ def test_each_replica_has_its_rows_and_its_folder(tmp_path: Path) -> None:
         assert each["made"] == [True, True], "by its first process, whose LOCAL_RANK is not 0"
         assert each["samples"] == 10, "each evaluates all rows"
     assert found[0]["evaluated"] == found[1]["evaluated"] != found[2]["evaluated"]
+
+
+def job(home: Path, case: str, ranks: int = 2) -> tuple[list[int | None], str]:
+    """Codes and words of a job."""
+    folder = home / case
+    folder.mkdir()
+    codes, output, _ = launch(case, folder, ranks, 600 if case == "serves" else 120, "tests.workers.served")
+    return codes, output
+
+
+def test_replicas_that_are_jobs_of_their_own_come_and_go(tmp_path: Path) -> None:
+    """A server of two ranks outlives them. One is killed, and comes again while the other goes on."""
+    with HeldPort() as port, ThreadPoolExecutor() as jobs:
+        (tmp_path / "port").write_text(str(port.number))
+        serving = jobs.submit(job, tmp_path, "serves")
+        try:
+            dying, going = jobs.submit(job, tmp_path, "dies"), jobs.submit(job, tmp_path, "goes_on")
+            codes, output = dying.result()
+            assert -9 in codes and 0 not in codes, output
+            for coming in (jobs.submit(job, tmp_path, "comes_again"), going):
+                codes, output = coming.result()
+                assert codes == [0, 0], output
+        finally:
+            for rank in range(2):
+                os.kill(int((tmp_path / f"server{rank}").read_text()), signal.SIGKILL)
+        output = serving.result()[1]
+    assert output.count("replica 0 joins, of 2 ranks") == 2, output
+    log = json.loads((tmp_path / "log0.json").read_text())
+    assert log == json.loads((tmp_path / "log1.json").read_text())
+    # The first replica's two pushes are in the weights; the second start of it begins anew, with its own optimizer.
+    pushes = [number for call, number, _ in log if call == "push"]
+    assert pushes.count(1) == 4 and pushes.count(0) == 2 + 4
