@@ -363,6 +363,10 @@ class HfDistSection(Frozen):
     """`hf_dist.router_loss`: "global" computes a mixture's auxiliary router loss over all ranks, "local" on each rank."""
     log_measurements: Flag = True
     """`hf_dist.log_measurements`: whether speed, time, memory and expert load are added to the Trainer's log records."""
+    data_lanes: Count | None = None
+    """`hf_dist.data_lanes`: lanes of a streamed dataset, which data ranks share; None: one per worker of each rank."""
+    log_rows: Flag = False
+    """`hf_dist.log_rows`: whether the rows that each step has of a streamed dataset are logged, in `hf_dist_rows.jsonl`."""
     stop_if_not_finite: Flag = False
     """`hf_dist.stop_if_not_finite`: whether the Trainer ends once weights are inf or nan; otherwise the log says so."""
     roles: Roles = {}

@@ -57,6 +57,7 @@ from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_config
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.stateful_loaders import refuse_wrong_positions
+from hf_dist.hf.streams.prepare import stream_loader
 from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
 from hf_dist.hf.trl_heads import let_trl_read_heads
 from hf_dist.hf.vllm_sync import let_vllm_gather
@@ -159,6 +160,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
         """The loop that calls this accelerator."""
         self._example_loader: Any = None
         self.shorter_batch = ShorterBatch()
+        self.stream_microbatches: int | None = None
+        """Of a window, while the Trainer's training loader is prepared: a dataset without an index then streams."""
         init: Any = getattr(self, "init_handler", None)
         self.timeout: timedelta = around.timeout or (None if init is None else init.timeout) or DEFAULT_TIMEOUT
         self._mesh: ParallelMesh | None = None
@@ -347,10 +350,15 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
 
         With `use_stateful_dataloader`, `save_state` keeps its position.
         """
-        refuse_wrong_positions(self)
         self._example_loader = given = args[0] if args else kwargs["data_loader"]
         if self._shares_rows or self.dist_config.local_sgd.every:
             read_everywhere(self, given)
+        if self.stream_microbatches or (self.use_stateful_dataloader and self.around.own_model is None):
+            stream = stream_loader(self, given, bool(kwargs.get("device_placement", self.device_placement)))
+            if stream is not None:
+                self._dataloaders.append(stream)
+                return stream
+        refuse_wrong_positions(self)
         loader = super().prepare_data_loader(*args, **kwargs)
         note_dropping(loader)
         count_rows(loader)

@@ -22,12 +22,13 @@ from hf_dist.checkpoint import random_state
 from hf_dist.errors import ConfigError, Problem
 
 _EPOCH = "epoch."
-_FETCH = "fetch."
+FETCH = "fetch."
+"""Prefix of the random states before the collation of the batch that is fetched but not yet used."""
 _WORKER_SECONDS = 30
 """As long as torchrun waits after SIGTERM."""
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Of a name, so that a prepared loader can be pickled."""
 
 
@@ -42,7 +43,7 @@ class SeekableBatches(BatchSampler):
         self._skip = 0
         self._shows_skipped = True
         self._resume: Mapping[str, torch.Tensor] | None = None
-        self._then: Callable[[], None] = _nothing
+        self._then: Callable[[], None] = nothing
         self._at_epoch: dict[str, object] | None = None
         self._at_fetch: dict[str, object] | None = None
         self.leaves_out_repeated = False
@@ -90,7 +91,7 @@ class SeekableBatches(BatchSampler):
         self,
         num_batches: int,
         state: Mapping[str, torch.Tensor] | None,
-        then: Callable[[], None] = _nothing,
+        then: Callable[[], None] = nothing,
         *,
         shows_skipped: bool = True,
     ) -> None:
@@ -110,23 +111,23 @@ class SeekableBatches(BatchSampler):
 
         Raw, for `as_tensors`; takes microseconds.
         """
-        return {p: raw for p, raw in ((_EPOCH, self._at_epoch), (_FETCH, self._at_fetch)) if raw is not None}
+        return {p: raw for p, raw in ((_EPOCH, self._at_epoch), (FETCH, self._at_fetch)) if raw is not None}
 
     def __iter__(self) -> Iterator[list[int]]:
         skip, self._skip = self._skip, 0
         resume, self._resume = self._resume, None
         self.restored = False
         if resume is not None:
-            _restore(resume, _EPOCH)
+            restore(resume, _EPOCH)
         self._at_epoch = random_state.raw()
         for _ in range(skip if self._shows_skipped else 0):
             yield []
         for count, batch in enumerate(_batches_from(self.inner, skip)):
             if resume is not None and count == 0:
-                _restore(resume, _FETCH)
+                restore(resume, FETCH)
             if resume is not None and count == 1:
                 # The previous batch is collated, so the generators continue where training left them.
-                _restore(resume, "")
+                restore(resume, "")
                 self.restored = True
                 self._then()
             self._at_fetch = random_state.raw()
@@ -207,7 +208,8 @@ def as_tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {prefix + key: v for prefix, raw in states.items() for key, v in random_state.as_tensors(raw).items()}
 
 
-def _restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
+def restore(state: Mapping[str, torch.Tensor], prefix: str) -> None:
+    """Restore the random states whose names begin with `prefix`, if there are any. Local."""
     chosen = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     if "torch" in chosen:
         random_state.restore(chosen)
@@ -256,7 +258,7 @@ def make_seekable(loader: Any) -> object:
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking or locked,
         batch_sampler=SeekableBatches(loader.batch_sampler),
-        worker_init_fn=partial(_stay_a_while, loader.worker_init_fn),
+        worker_init_fn=partial(stay_a_while, loader.worker_init_fn),
         **{name: getattr(loader, name) for name in kept.split() if hasattr(loader, name)},
     )
     seekable.use_stateful_dataloader = loader.use_stateful_dataloader
@@ -264,7 +266,7 @@ def make_seekable(loader: Any) -> object:
     return seekable
 
 
-def _stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:
+def stay_a_while(init: Callable[[int], None] | None, worker_id: int) -> None:
     """Keep a worker alive after SIGTERM, which schedulers send to every process: an orderly stop still needs its batches."""
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_SECONDS))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -341,12 +343,16 @@ def read_everywhere(accelerator: Accelerator, loader: Any) -> None:
 
 
 __all__ = [
+    "FETCH",
     "SeekableBatches",
     "as_tensors",
     "loaders_left",
     "make_seekable",
     "note_dropping",
+    "nothing",
     "read_everywhere",
+    "restore",
     "seekable_of",
+    "stay_a_while",
     "without_repeated_rows",
 ]

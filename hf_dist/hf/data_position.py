@@ -16,6 +16,16 @@ from hf_dist.errors import CheckpointError
 from hf_dist.hf import resumed_arguments
 from hf_dist.hf.data import SeekableBatches, as_tensors, seekable_of
 from hf_dist.hf.resumed_files import named_if_refused
+from hf_dist.hf.streams.in_checkpoint import (
+    LANES,
+    ROWS_FILE,
+    log_rows,
+    nothing_skipped,
+    place_facts,
+    read_position,
+    states_of_lanes,
+)
+from hf_dist.hf.streams.loader import Position, StreamBatches, StreamLoader, stream_of
 from hf_dist.log import say_once
 
 
@@ -32,7 +42,11 @@ class DataPositionMixin:
     _before_window: tuple[int, dict[str, object] | None] = (-1, None)
     _before_evaluation: dict[str, object] | None = None
     _evaluation_due: Path | None = None
-    _batches: SeekableBatches | None = None
+    _batches: SeekableBatches | StreamBatches | None = None
+    _stream: StreamLoader | None = None
+    """The loader of this epoch, of data without an index."""
+    _before_rows: tuple[int, Position | None] = (-1, None)
+    """The step, and where its window began in the stream."""
     _epoch: tuple[int, int, int] = (0, 0, 0)
     """Its number; the steps of the run and the batches of this rank before the first one that is drawn of it."""
     _length: int | None = 0
@@ -43,10 +57,39 @@ class DataPositionMixin:
     """Whether the steps so far were as large as those to come, so that their number tells how many are left."""
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, but keeps the random states before each window, for a save in the middle of it."""
+        """HF's, but keeps random states and position before each window, for a save in the middle of it."""
         if self.dist is not None:
             self._before_window = (self.state.global_step, self._raw_states())
-        return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self._stream is None:
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        before = self._stream.position()
+        self._before_rows = (self.state.global_step, before)
+        window, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if not window:  # HF asks for each window that would be left
+            self.control.should_epoch_stop = True
+        elif self.dist.hf_dist.log_rows and self.accelerator.mesh.world.rank == 0:
+            place = self._stream.place
+            assert place is not None
+            step, epoch = self.state.global_step + 1, self._stream.iteration
+            log_rows(Path(self.args.output_dir) / ROWS_FILE, step, before, Position(epoch, place))
+        return window, items
+
+    def get_train_dataloader(self) -> Any:
+        """HF's; of a dataset without an index one that streams."""
+        if self.dist is None:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        self.accelerator.stream_microbatches = self.args.gradient_accumulation_steps
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self.accelerator.stream_microbatches = None
+
+    def _rows_done(self) -> Position | None:
+        """Where the stream stood after the last step that was made."""
+        step, before = self._before_rows
+        if self._stream is None or step == self.state.global_step:
+            return before if self._stream is not None else None
+        return self._stream.position()
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing to do under a config: the training state holds the random state of each rank."""
@@ -80,6 +123,15 @@ class DataPositionMixin:
         self.control.should_evaluate = self.control.should_save = False
 
     def _own_values(self) -> dict[str, torch.Tensor]:
+        return {**self._own_random_states(), **self._own_lanes()}
+
+    def _own_lanes(self) -> dict[str, torch.Tensor]:
+        position, mesh = self._rows_done(), self.accelerator.mesh
+        if self._stream is None or position is None or resume.draws_like(mesh) != mesh.world.rank:
+            return {}
+        return states_of_lanes(self._stream, position)
+
+    def _own_random_states(self) -> dict[str, torch.Tensor]:
         if self._before_evaluation is not None:
             return as_tensors(self._before_evaluation)
         step, before = self._before_window
@@ -92,6 +144,10 @@ class DataPositionMixin:
     def _data_position(self) -> dict[str, object]:
         """Epoch, and the number of its samples consumed over all ranks. HF records steps, whose size may change."""
         per_batch = resumed_arguments.rows_per_batch(self.args)
+        position = self._rows_done()
+        if position is not None:
+            done = {"epoch": position.epoch, "samples": position.place.sum, "sized": self._length is not None}
+            return {**done, LANES: place_facts(position)}
         if self._length is None:
             epoch, steps, batches = self._epoch
             batches += (self.state.global_step - steps) * self.args.gradient_accumulation_steps
@@ -117,7 +173,7 @@ class DataPositionMixin:
             return epochs, batches
         self._counts_steps = self.args.max_steps > 0
         windows, again = divmod(position["samples"], now)
-        if again:
+        if again and LANES not in position:
             say_once(f"a step has {now} samples now: the last {again} before the checkpoint will be read again")
         return position["epoch"], windows * self.args.gradient_accumulation_steps
 
@@ -143,7 +199,11 @@ class DataPositionMixin:
             )
             self.control.should_training_stop = True
             return
-        self._batches = seekable_of(kwargs.get("train_dataloader"))
+        loader = kwargs.get("train_dataloader")
+        self._batches, self._stream = seekable_of(loader), stream_of(loader)
+        if self._stream is not None:
+            self._run_epoch_of_stream(*args, **kwargs)
+            return
         if self.dist is not None and self._batches is not None:
             self._batches.set_epoch(
                 kwargs["epoch"]
@@ -157,6 +217,26 @@ class DataPositionMixin:
             values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else None
             self._batches.seek(int(skip or 0), values or None, self._evaluate_if_due)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _run_epoch_of_stream(self, *args: object, **kwargs: Any) -> None:
+        """HF's, on a stream that begins at the row of the checkpoint."""
+        assert self._stream is not None
+        stream, checkpoint = self._stream, kwargs.get("resume_from_checkpoint")
+        self._batches, self._before_rows = stream.batches, (-1, None)
+        is_resumed = checkpoint and kwargs.get("epoch") == kwargs.get("epochs_trained")
+        skipped = 0
+        if is_resumed and not self.args.ignore_data_skip and (Path(str(checkpoint)) / folder.MANIFEST).is_file():
+            skipped = int(kwargs.get("steps_trained_in_current_epoch") or 0)
+            position = read_position(Path(str(checkpoint)), stream)
+            state = Path(str(checkpoint)) / folder.STATE
+            if position.place.sum:
+                stream.begin_at(position)
+                values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else {}
+                if values:
+                    stream.batches.restore_random(values, self._evaluate_if_due)
+        self._note_epoch(kwargs, skipped)
+        with nothing_skipped():
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _note_epoch(self, arguments: dict[str, Any], skipped: int) -> None:
         """Note where an epoch begins. Of data without a length it has steps for the rest of the run, whatever was skipped."""

@@ -1,11 +1,12 @@
 """Positions of data loaders in the states of a custom loop, for accelerate's `use_stateful_dataloader`.
 
-Map-style data have one position for all ranks, in rows. Of a stream, torchdata keeps a state on each data rank; accelerate
-writes the state of whichever rank comes last.
+Map-style data have one position for all ranks, in rows; so has a stream, with a state of each lane. Of other loaders of
+torchdata each data rank has a state, while accelerate writes that of whichever rank comes last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_dist.dist import collectives
 from hf_dist.errors import CheckpointError, ConfigError, Problem
 from hf_dist.hf.data import SeekableShard
 from hf_dist.hf.plain_files import plain_file
+from hf_dist.hf.streams.loader import stream_of
 from hf_dist.log import warn_once
 
 __all__ = ["load_states_of_loaders", "refuse_wrong_positions", "states_of_loaders", "write_states_of_loaders"]
@@ -71,9 +73,11 @@ def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
             warn_once(f"{folder} has no position of data loader {index}: it begins with the first batch")
             continue
         of_ranks = plain_file(path)
-        if isinstance(loader, SeekableShard):
+        stream = stream_of(loader)
+        if isinstance(loader, SeekableShard) or stream is not None:
+            own = of_ranks.get(rank, of_ranks[0])
             try:
-                loader.load_state_dict(of_ranks.get(rank, of_ranks[0]))
+                loader.load_state_dict(own if stream is None else _of_all_lanes(own, of_ranks, path))
             except ConfigError as error:
                 raise CheckpointError(f"{path}: {error}") from error
             continue
@@ -85,6 +89,18 @@ def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
         state = dict(of_ranks[rank])
         loader.iteration = state.pop(_EPOCH)
         loader.load_state_dict(state)
+
+
+def _of_all_lanes(own: dict[str, Any], of_ranks: Mapping[int, dict[str, Any]], path: Path) -> dict[str, Any]:
+    """A stream's state with the lanes of all ranks; this rank's, where several have read the same one."""
+    if any("states" not in state for state in of_ranks.values()):
+        raise CheckpointError(
+            f"{path} has no lanes: it was written with a hf_dist that did not know them. Load it with that one."
+        )
+    states: dict[int, Any] = {}
+    for state in (*of_ranks.values(), own):
+        states |= state["states"]
+    return {**own, "states": states}
 
 
 def _name(index: int) -> str:

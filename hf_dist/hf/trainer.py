@@ -1,4 +1,4 @@
-"""`DistTrainer`: the HF Trainer with 35 of its methods overridden, in nine classes. Loop, loss and logging stay HF's."""
+"""`DistTrainer`: the HF Trainer with 36 of its methods overridden, in nine classes. Loop, loss and logging stay HF's."""
 
 from __future__ import annotations
 

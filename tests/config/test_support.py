@@ -65,7 +65,7 @@ OURS = {
             *("strict", "save_on_signal", "check_load", "lazy_load", "sequence_parallel", "sequence_regions"),
             *("router_loss", "optimizer_over"),
             *("memory_budget", "tiled_loss", "stall_report_seconds", "optimizer_in_backward", "reduce_once_per_window"),
-            *("stop_if_not_finite", "metrics_port"),
+            *("stop_if_not_finite", "metrics_port", "data_lanes", "log_rows"),
             *("stochastic_rounding", "log_measurements"),
             "roles",
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),

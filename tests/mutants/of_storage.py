@@ -182,7 +182,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "the collator of the first batch after a resume draws from the start of the epoch",
         "hf/data.py",
-        "                _restore(resume, _FETCH)\n",
+        "                restore(resume, FETCH)\n",
         "                pass\n",
         ("hf/test_lifecycle.py::test_resume_equals_the_run_without_a_break_bit_for_bit",),
     ),

@@ -1,4 +1,4 @@
-"""`hf-dist export`, `hf-dist inspect`, `hf-dist checkpoint verify`: a checkpoint's model, what it is, whether it is whole."""
+"""`hf-dist export`, `inspect`, `checkpoint verify`, `checkpoint data`: a checkpoint's model, what it is, what it has seen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "export", "inspect", "verify"]
 
-app = typer.Typer(help="Verify checkpoints, every byte of them.", no_args_is_help=True)
+app = typer.Typer(help="Verify checkpoints, every byte of them; tell which rows a run has seen.", no_args_is_help=True)
 
 LISTED = 40
 """Most files that `inspect` names before it only counts them."""
@@ -89,6 +89,22 @@ def verify(
             )  # fmt: skip
     if not whole:
         raise typer.Exit(1)
+
+
+@app.command()
+def data(checkpoint: Folder, as_json: Json = False) -> None:
+    """Tell which rows a run has seen: of each lane of a stream in the current epoch, or how many of a set with an index."""
+    from hf_dist.checkpoint.data_seen import data_seen
+
+    seen = data_seen(checkpoint)
+    if as_json:
+        print(json.dumps(seen.to_json(), indent=1))
+        return
+    print(f"{seen.path}: step {seen.step}, epoch {seen.epoch} (from 0), {seen.rows:,} rows of it seen")
+    for lane, rows in enumerate(seen.lanes[:LISTED]):
+        print(f"  lane {lane:>4}  {rows:>12,} rows, of the shards {lane}, {lane + len(seen.lanes)}, ...")
+    if len(seen.lanes) > LISTED:
+        print(f"  ... and {len(seen.lanes) - LISTED} more lanes (--json names all)")
 
 
 def _text(found: Description) -> str:
