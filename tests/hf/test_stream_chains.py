@@ -22,7 +22,7 @@ from hf_dist.hf.streams.loader import Position, StreamLoader
 from tests.covering import FULL_GRID
 from tests.hf.lanes_in_process import ThreadRank, loader_of, on_ranks, steps_of
 
-LANES, STEP, EPOCHS = 12, 24, 3
+LANES, STEP, EPOCHS = 12, 24, 2
 """24 rows of a step can be shared by 1, 2, 3, 4 and 6 ranks."""
 
 
@@ -188,9 +188,9 @@ def check_chain(kind: str, lengths: tuple[int, ...], chain: list[Run], **options
     assert steps == whole(kind, lengths)
 
 
-@settings(max_examples=400 if FULL_GRID else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400 if FULL_GRID else 40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.sampled_from(sorted(KINDS)), st.sampled_from([(9, 4, 6), (30,), (1, 40, 3, 0)]),
+    st.sampled_from(sorted(KINDS)), st.sampled_from([(9, 4, 6), (1, 14, 3, 0)]),
     st.lists(runs, min_size=2, max_size=4), st.sampled_from([1, 2, 5, 64]),
 )  # fmt: skip
 def test_a_chain_of_runs_has_the_rows_of_one_run(

@@ -14,9 +14,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from hf_dist.tools.cli import app
 from tests.covering import FULL_GRID
+from tests.hf.layout_jobs import matrices, stages
 from tests.hf.on_ranks import Job, found, outcomes_by_world, weights_of
 from tests.hf.recipes import make_model
 
@@ -106,6 +109,18 @@ def test_rows_of_one_process(whole: Any) -> None:
     assert [sum(b - a for a, b in line["lanes"].values()) for line in lines] == [len(steps[s]) for s in range(LAST)]
 
 
+def test_the_rows_that_a_checkpoint_has_seen_are_told(whole: Any) -> None:
+    checkpoint = f"{whole('plain')['run']}/checkpoint-{SAVED}"
+    done = CliRunner().invoke(app, ["checkpoint", "data", checkpoint, "--json"])
+    assert done.exit_code == 0, done.output
+    seen = json.loads(done.output)
+    assert (seen["step"], seen["epoch"], seen["rows"]) == (SAVED, 0, SAVED * STEP)
+    assert seen["lanes"] == [SAVED * STEP // LANES] * LANES
+    done = CliRunner().invoke(app, ["checkpoint", "data", checkpoint])
+    assert "step 4, epoch 0 (from 0), 48 rows of it seen" in done.output
+    assert "lane    1             4 rows, of the shards 1, 13, ..." in done.output
+
+
 ONE = [("plain", 2, 6, 0), ("shuffled", 12, 1, 2)] if FULL_GRID else [("shuffled", 6, 2, 2)]
 
 
@@ -157,7 +172,8 @@ def jobs_of(run: str) -> dict[int, list[Job]]:
         2: [
             (name, base | {"workers": 2, "dataloader_multiprocessing_context": "fork"}),
             (name, base | {"batch": 6, "accumulation": 1} | by_first),
-            (name, base | {"batch": 4, "config": layout({"tensor_parallel": {"autotp_size": 2}})}),
+            (name, base | {"batch": 4, "config": layout(matrices(2))}),
+            (name, base | {"batch": 4, "config": layout(stages(2))}),
         ],
         3: [(name, base | {"batch": 1, "accumulation": 4})],
     }
@@ -170,7 +186,7 @@ def outcomes(whole: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("world", "number"), [(2, 0), (2, 1), (2, 2), (3, 0)], ids=["workers", "by first", "tp", "three"]
+    ("world", "number"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 0)], ids=["workers", "by first", "tp", "pp", "three"]
 )
 def test_other_ranks_go_on_with_the_same_rows(world: int, number: int, outcomes: Any, whole: Any) -> None:
     jobs, results = outcomes

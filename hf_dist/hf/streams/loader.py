@@ -108,13 +108,12 @@ class StreamBatches(DataLoader[Any]):
         if random is not None:
             restore(random[0], FETCH)
         while True:
-            self._at_fetch = random_state.raw()  # of the rows as well: a dataset may draw
+            # Of the rows as well, because a dataset may draw. Between two steps the first batch of a window waits.
+            self._at_fetch = random_state.raw()
             window = next_window(place, feed, plan.ranks, plan.reads, plan.shape)
             if not window.batches:
                 return
             for index, rows in enumerate(window.batches):
-                if index:
-                    self._at_fetch = random_state.raw()
                 self.collated.append(window.places[index])
                 yield self._collated(rows, window.is_spare[index])
             place = window.places[-1]
