@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import ThreadingHTTPServer
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -84,6 +85,21 @@ def test_a_stopped_run_goes_on_with_other_processes_and_another_stage(tmp_path: 
     assert "resuming from" in resumed.stdout
     assert f"{20 * int(epochs[1])} steps on 1 processes" in resumed.stdout
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@in_full
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_stream_of_files_goes_on_with_other_processes(tmp_path: Path) -> None:
+    options = ("--data", str(tmp_path / "data"))
+    stopped = start("stream_files.py", "streams.json", tmp_path / "out", "--stop_after", "5", *options)
+    assert "SIGUSR1: stopped after step" in stopped.stdout, stopped.stdout[-8000:]
+    resumed = start("stream_files.py", "streams.json", tmp_path / "out", *options, processes=1)
+    assert resumed.returncode == 0, resumed.stdout[-8000:]
+    assert "12 steps, loss" in resumed.stdout
+    lines = [json.loads(line) for line in (tmp_path / "out" / "hf_dist_rows.jsonl").read_text().splitlines()]
+    assert {line["step"]: set(map(tuple, line["lanes"].values())) for line in lines} == {
+        step: {(step - 1, step)} for step in range(1, 13)
+    }
 
 
 @needs_trl
