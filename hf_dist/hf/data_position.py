@@ -228,6 +228,9 @@ class DataPositionMixin:
         if is_resumed and not self.args.ignore_data_skip and (Path(str(checkpoint)) / folder.MANIFEST).is_file():
             skipped = int(kwargs.get("steps_trained_in_current_epoch") or 0)
             position = read_position(Path(str(checkpoint)), stream)
+            asked, number = self.dist.hf_dist.data_lanes, len(position.place.rows)
+            if asked not in (None, number):
+                say_once(f"hf_dist.data_lanes {asked} has no effect: the checkpoint's stream has {number} lanes")
             state = Path(str(checkpoint)) / folder.STATE
             if position.place.sum:
                 stream.begin_at(position)

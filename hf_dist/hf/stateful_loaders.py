@@ -21,7 +21,13 @@ from hf_dist.hf.plain_files import plain_file
 from hf_dist.hf.streams.loader import stream_of
 from hf_dist.log import warn_once
 
-__all__ = ["load_states_of_loaders", "refuse_wrong_positions", "states_of_loaders", "write_states_of_loaders"]
+__all__ = [
+    "load_states_of_loaders",
+    "of_all_lanes",
+    "refuse_wrong_positions",
+    "states_of_loaders",
+    "write_states_of_loaders",
+]
 
 _EPOCH = "_hf_dist_epoch"
 _States = list[dict[int, dict[str, object]]]
@@ -77,7 +83,7 @@ def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
         if isinstance(loader, SeekableShard) or stream is not None:
             own = of_ranks.get(rank, of_ranks[0])
             try:
-                loader.load_state_dict(own if stream is None else _of_all_lanes(own, of_ranks, path))
+                loader.load_state_dict(own if stream is None else of_all_lanes(own, of_ranks, path))
             except ConfigError as error:
                 raise CheckpointError(f"{path}: {error}") from error
             continue
@@ -91,8 +97,11 @@ def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
         loader.load_state_dict(state)
 
 
-def _of_all_lanes(own: dict[str, Any], of_ranks: Mapping[int, dict[str, Any]], path: Path) -> dict[str, Any]:
-    """A stream's state with the lanes of all ranks; this rank's, where several have read the same one."""
+def of_all_lanes(own: dict[str, Any], of_ranks: Mapping[int, dict[str, Any]], path: Path) -> dict[str, Any]:
+    """A stream's state with the lanes of all ranks; this rank's, where several have read the same one. Local.
+
+    Raises `CheckpointError` for states of something else.
+    """
     if any("states" not in state for state in of_ranks.values()):
         raise CheckpointError(
             f"{path} has no lanes: it was written with a hf_dist that did not know them. Load it with that one."

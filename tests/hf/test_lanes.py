@@ -75,7 +75,7 @@ def test_a_run_begins_with_lanes_that_its_ranks_can_share(ranks: int, workers: i
 def test_a_number_of_ranks_that_cannot_share_the_lanes_is_refused_with_those_that_can() -> None:
     for ranks in (1, 2, 3, 4, 6, 12):
         Lanes(12).refuse(ranks)
-    with pytest.raises(ConfigError, match=r"12 lanes.*5 data ranks.*Resume on 1, 2, 3, 4, 6 or 12 data ranks"):
+    with pytest.raises(ConfigError, match=r"12 lanes.*5 data ranks.*Use 1, 2, 3, 4, 6 or 12 data ranks"):
         Lanes(12).refuse(5)
-    with pytest.raises(ConfigError, match="Resume on 1 or 7 data ranks"):
+    with pytest.raises(ConfigError, match="Use 1 or 7 data ranks"):
         Lanes(7).refuse(14)

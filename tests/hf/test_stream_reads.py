@@ -8,14 +8,17 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from hf_dist.errors import ConfigError
+from hf_dist.errors import CheckpointError, ConfigError
+from hf_dist.hf.stateful_loaders import of_all_lanes
 from hf_dist.hf.streams.lanes import Lanes
 from hf_dist.hf.streams.loader import StreamLoader
+from hf_dist.hf.streams.plan import first_lanes
 from tests.hf.lanes_in_process import ThreadRank, loader_of, on_ranks, steps_of
 from tests.hf.test_stream_chains import Counting, Stateful, ids, plain
 
@@ -169,3 +172,35 @@ def test_a_resume_on_ranks_that_cannot_share_the_lanes_is_refused_unless_one_rea
     found = on_ranks(5, lambda rank: job(rank, True))
     rows = sorted(row for of_rank in found for step in of_rank for row in step)
     assert len(rows) == len(set(rows)) == sum((9, 4, 6)[shard % 3] for shard in range(13)) - 24
+
+
+def test_a_loop_goes_on_with_the_lanes_of_other_ranks(tmp_path: Path) -> None:
+    dataset = plain((9, 4, 6))
+
+    def begun(rank: ThreadRank) -> Any:
+        loader = loader_of(dataset, rank, 6, 2, 1)
+        rows = next(steps_of(loader, 1, 1))[0]
+        return ids(rows), loader.state_dict()
+
+    first = on_ranks(2, begun)
+    of_ranks = {rank: state for rank, (_, state) in enumerate(first)}
+    assert [sorted(state["states"]) for state in of_ranks.values()] == [[0, 2, 4], [1, 3, 5]]
+
+    def rest(rank: ThreadRank) -> Any:
+        loader = loader_of(dataset, rank, 6, 2, 1)
+        loader.load_state_dict(of_all_lanes(of_ranks.get(rank.rank, of_ranks[0]), of_ranks, tmp_path))
+        return [row for rows, _ in steps_of(loader, 1, 1) for row in ids(rows)]
+
+    seen = [row for rows, _ in first for row in rows] + [row for rows in on_ranks(3, rest) for row in rows]
+    assert len(seen) == len(set(seen)) == sum((9, 4, 6)[shard % 3] for shard in range(13))
+    with pytest.raises(CheckpointError, match="has no lanes"):
+        of_all_lanes({}, {0: {"next": 3}}, tmp_path)
+
+
+def test_more_lanes_than_shards_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    assert first_lanes(plain((3,)), 2, 0, 6) == Lanes(6)
+    with pytest.raises(ConfigError, match=r"hf_dist.data_lanes.*14.*the dataset has 13"):
+        first_lanes(plain((3,)), 2, 0, 14)
+    with caplog.at_level(logging.INFO, "hf_dist"):
+        assert first_lanes(Counting(9), 2, 3, 14) == Lanes(3)
+    assert "data_lanes 14 has no effect: Counting has no shards" in caplog.text

@@ -6,12 +6,15 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from hf_dist.checkpoint import folder
+from hf_dist.hf import data_position
 from tests.covering import chosen
 from tests.hf.loss_kinds import CLASSES, LENGTH, Net
 from tests.hf.on_ranks import Job, found, outcomes_by_world
@@ -35,9 +38,7 @@ class Numbered(IterableDataset):  # type: ignore[type-arg]
             }
 
 
-def read(
-    folder: Path, rows: int, batch: int, accumulation: int, steps: int, resume: str | None = None
-) -> dict[str, Any]:
+def read(out: Path, rows: int, batch: int, accumulation: int, steps: int, resume: str | None = None) -> dict[str, Any]:
     """The rows of each step on this rank, and where a checkpoint of step `SAVED` lies."""
     seen: dict[int, list[int]] = {}
 
@@ -47,7 +48,7 @@ def read(
             return super().training_step(model, inputs, *args, **kwargs)
 
     args = DistTrainingArguments(
-        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=steps,
+        str(out), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=steps,
         save_steps=SAVED, report_to="none", use_cpu=True, disable_tqdm=True, optim="sgd", remove_unused_columns=False,
         dist_config={"zero_optimization": {"stage": 1}},
     )  # fmt: skip
@@ -55,7 +56,7 @@ def read(
     trainer.train(resume_from_checkpoint=resume)
     return {
         "seen": seen,
-        "checkpoint": str(folder / f"checkpoint-{SAVED}"),
+        "checkpoint": str(out / f"checkpoint-{SAVED}"),
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
     }
@@ -94,9 +95,16 @@ def test_goes_on_with_the_next_row(rows: int, batch: int, accumulation: int, who
     assert rest["step"] == LAST
 
 
-def resumed(folder: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def test_a_checkpoint_of_a_version_without_lanes_goes_on_too(tmp_path: Path) -> None:
+    with mock.patch.object(data_position, "LANES", "unknown"):
+        older = read(tmp_path / "older", 100, 4, 1, SAVED)["checkpoint"]
+    assert "lanes" not in (folder.read_manifest(Path(older)) or {})["position"]
+    assert read(tmp_path / "rest", 100, 4, 1, LAST, older)["seen"] == steps_from(16, 100, 4)
+
+
+def resumed(out: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """A job of `outcomes_by_world`."""
-    return read(Path(folder), *args, **kwargs)
+    return read(Path(out), *args, **kwargs)
 
 
 @pytest.fixture(scope="module")

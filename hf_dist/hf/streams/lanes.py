@@ -56,8 +56,8 @@ class Lanes:
                 Problem(
                     "train_dataset",
                     f"{self.number} lanes",
-                    f"cannot be shared by {ranks} data ranks: the checkpoint's stream was cut into {self.number} lanes",
-                    f"Resume on {', '.join(some)}{' or ' if some else ''}{last} data ranks, or set "
+                    f"cannot be shared by {ranks} data ranks: that is the number in the checkpoint, or hf_dist.data_lanes",
+                    f"Use {', '.join(some)}{' or ' if some else ''}{last} data ranks, or set "
                     'accelerator_config={"dispatch_batches": true}: rank 0 then reads all lanes, for any number of ranks. '
                     '"hf_dist": {"data_lanes": N} sets the number for a new run.',
                 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.streams.lane_reader import num_shards
 from hf_dist.hf.streams.lanes import Lanes
 from hf_dist.hf.streams.windows import DataRanks, Reads, Shape
+from hf_dist.log import say_once
 
 __all__ = ["Plan", "first_lanes", "plan_of"]
 
@@ -48,8 +50,24 @@ def plan_of(lanes: Lanes, dataset: object, shape: Shape, ranks: Any, *, by_first
 
 
 def first_lanes(dataset: object, ranks: int, workers: int, asked: int | None) -> Lanes:
-    """The lanes of a run that begins; `asked`: in the JSON. A dataset without shards has one for each worker."""
+    """The lanes of a run that begins; `asked`: in the JSON. A dataset without shards has one for each worker.
+
+    Raises `ConfigError` for more lanes than shards.
+    """
     shards = num_shards(dataset)
     if shards is None:
-        return Lanes(asked or max(workers, 1))
-    return Lanes(min(asked, shards)) if asked else Lanes.first(ranks, workers, shards)
+        if asked:
+            say_once(
+                f"hf_dist.data_lanes {asked} has no effect: {type(dataset).__name__} has no shards that could be divided"
+            )
+        return Lanes(max(workers, 1))
+    if asked and asked > shards:
+        raise ConfigError(
+            Problem(
+                "hf_dist.data_lanes",
+                str(asked),
+                f"a lane has at least one shard, and the dataset has {shards}",
+                f"Set at most {shards}, or divide the data into more files.",
+            )
+        )
+    return Lanes(asked) if asked else Lanes.first(ranks, workers, shards)
