@@ -147,7 +147,7 @@ class DataPositionMixin:
         position = self._rows_done()
         if position is not None:
             done = {"epoch": position.epoch, "samples": position.place.sum, "sized": self._length is not None}
-            return {**done, LANES: place_facts(position)}
+            return {**done, LANES: place_facts(position, self.accelerator.num_processes)}
         if self._length is None:
             epoch, steps, batches = self._epoch
             batches += (self.state.global_step - steps) * self.args.gradient_accumulation_steps
@@ -227,15 +227,15 @@ class DataPositionMixin:
         skipped = 0
         if is_resumed and not self.args.ignore_data_skip and (Path(str(checkpoint)) / folder.MANIFEST).is_file():
             skipped = int(kwargs.get("steps_trained_in_current_epoch") or 0)
-            position = read_position(Path(str(checkpoint)), stream)
+            state = Path(str(checkpoint)) / folder.STATE
+            values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else {}
+            position = read_position(Path(str(checkpoint)), stream, values)
             asked, number = self.dist.hf_dist.data_lanes, len(position.place.rows)
             if asked not in (None, number):
                 say_once(f"hf_dist.data_lanes {asked} has no effect: the checkpoint's stream has {number} lanes")
-            state = Path(str(checkpoint)) / folder.STATE
-            if position.place.sum:
+            if position.place.sum or position.collator is not None:
                 stream.begin_at(position)
-                values = read_rank_values(state, resume.draws_like(self.accelerator.mesh)) if state.is_dir() else {}
-                if values:
+                if values and position.place.sum:
                     stream.batches.restore_random(values, self._evaluate_if_due)
         self._note_epoch(kwargs, skipped)
         with nothing_skipped():

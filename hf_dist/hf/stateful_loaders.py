@@ -82,6 +82,11 @@ def load_states_of_loaders(accelerator: Any, folder: Path) -> None:
         stream = stream_of(loader)
         if isinstance(loader, SeekableShard) or stream is not None:
             own = of_ranks.get(rank, of_ranks[0])
+            if own.get("collator") is not None and len(of_ranks) != accelerator.num_processes:
+                raise CheckpointError(
+                    f"{path}: the collator kept rows for later on each of {len(of_ranks)} data ranks, there are "
+                    f"{accelerator.num_processes} now. Load it on as many."
+                )
             try:
                 loader.load_state_dict(own if stream is None else of_all_lanes(own, of_ranks, path))
             except ConfigError as error:

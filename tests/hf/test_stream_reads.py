@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
 import pickle
 import re
@@ -13,9 +15,11 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 
 from hf_dist.errors import CheckpointError, ConfigError
 from hf_dist.hf.stateful_loaders import of_all_lanes
+from hf_dist.hf.streams.in_checkpoint import states_of_lanes
 from hf_dist.hf.streams.lanes import Lanes
 from hf_dist.hf.streams.loader import StreamLoader
 from hf_dist.hf.streams.plan import first_lanes
@@ -109,15 +113,39 @@ def test_the_line_of_a_dataset_without_a_state_tells_the_rows_that_were_read_aga
     with caplog.at_level(logging.INFO, "hf_dist"):
         found, loader = resumed(Counting(1000), state, 1)
     assert [row for step in found for _, row in step] == list(range(400, 1000))
-    (line,) = [record.getMessage() for record in caplog.records if "no state_dict" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "read and dropped" in record.getMessage()]
     assert re.match(
-        r"Counting has no state_dict: 400 rows were read and dropped in \d+\.\d s to come to the place", line
+        r"Counting: it has no state_dict: 400 rows were read and dropped in \d+\.\d s to come to the place", line
     )
     assert loader.batches.feed is not None and loader.batches.feed.read == 600
     caplog.clear()
     with caplog.at_level(logging.INFO, "hf_dist"):
         resumed(Stateful(1000), stopped_after(Stateful(1000), 50), 1)
     assert not caplog.records, "a dataset with a state has nothing to tell"
+
+
+class Unsaved(Stateful):
+    """Its state has things that are not read from a file."""
+
+    def state_dict(self) -> Any:
+        return {"next": self.next, "file": Path("rows")}
+
+
+def test_a_state_that_cannot_be_read_back_is_said_and_the_rows_are_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    def job(rank: ThreadRank) -> Any:
+        loader = loader_of(Unsaved(1000), rank, 1, 8, 1)
+        list(itertools.islice(steps_of(loader, 1, 1), 50))
+        return states_of_lanes(loader, loader.position())
+
+    with caplog.at_level(logging.INFO, "hf_dist"):
+        (states,) = on_ranks(1, job)
+    assert "the state of the dataset, lane 0, holds other things" in caplog.text
+    saved = torch.load(io.BytesIO(states["lane.0"].numpy().tobytes()), weights_only=True)
+    assert saved == {"row": 0, "state": None}
+    with caplog.at_level(logging.INFO, "hf_dist"):
+        found, _ = resumed(Unsaved(1000), {"epoch": 0, "rows": [400], "lengths": [None], "states": {0: saved}}, 1)
+    assert [row for step in found for _, row in step] == list(range(400, 1000))
+    assert "Unsaved: no state of it was saved: 400 rows were read and dropped" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dist import DistTrainer, DistTrainingArguments
+from hf_dist.checkpoint import folder
 from hf_dist.tools.cli import app
 from tests.covering import FULL_GRID
 from tests.hf.layout_jobs import matrices, stages
@@ -42,8 +43,8 @@ def stream(kind: str) -> Any:
 
 
 def train(
-    folder: Path, kind: str, batch: int, accumulation: int, workers: int = 0, resume: str | None = None,
-    stop: int = -1, config: dict[str, Any] | None = None, **more: Any,
+    out: Path, kind: str, batch: int, accumulation: int, workers: int = 0, resume: str | None = None,
+    stop: int = -1, config: dict[str, Any] | None = None, collator: Any = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The rows of each step on this rank, and the weights. `stop`: the microbatch of the run in which it gets SIGTERM."""
     seen: dict[int, list[int]] = {}
@@ -60,19 +61,21 @@ def train(
             return super().training_step(model, inputs, *args, **kwargs)
 
     args = DistTrainingArguments(
-        str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=LAST,
+        str(out), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=LAST,
         save_steps=SAVED, report_to="none", use_cpu=True, disable_tqdm=True, optim="sgd", learning_rate=0.3,
         remove_unused_columns=False, dataloader_num_workers=workers, dataloader_persistent_workers=workers > 0,
         lr_scheduler_type="constant",
         dist_config=config or {"zero_optimization": {"stage": 1}, "hf_dist": {"data_lanes": LANES, "log_rows": True}},
         **more,
     )  # fmt: skip
-    trainer = Seeing(model=make_model("llama"), args=args, train_dataset=stream(kind), data_collator=collated)
+    trainer = Seeing(
+        model=make_model("llama"), args=args, train_dataset=stream(kind), data_collator=collator or collated
+    )
     try:
         trainer.train(resume_from_checkpoint=resume)
     except SystemExit:
-        return {"seen": seen, "stopped": True, "run": str(folder)}
-    return {"seen": seen, "weights": weights_of(trainer), "run": str(folder), "epoch": trainer.state.epoch}
+        return {"seen": seen, "stopped": True, "run": str(out)}
+    return {"seen": seen, "weights": weights_of(trainer), "run": str(out), "epoch": trainer.state.epoch}
 
 
 def collated(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -150,10 +153,36 @@ def test_a_run_that_is_told_to_stop_within_a_window_makes_the_window_again(
     assert by_step([rest]) == {step: expected[step] for step in range(saved, LAST)}
 
 
-def resumed(folder: Path, **kwargs: Any) -> dict[str, Any]:
+class Packing:
+    """A collator that keeps one row for the next batch."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Any]] = []
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        rows, self.kept = [*self.kept, *rows[:-1]], rows[-1:]
+        return collated(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+
+def test_a_collator_goes_on_with_the_rest_that_it_has_kept(tmp_path: Path) -> None:
+    run = train(tmp_path / "whole", "plain", 4, 3, collator=Packing())
+    checkpoint = f"{run['run']}/checkpoint-{SAVED}"
+    rest = train(tmp_path / "rest", "plain", 4, 3, resume=checkpoint, collator=Packing())
+    assert rest["seen"] == {step: run["seen"][step] for step in range(SAVED, LAST)}
+    collators = (folder.read_manifest(Path(checkpoint)) or {})["position"]["lanes"]["collators"]
+    assert collators == 1, "data ranks: others are refused, as each has a rest"
+
+
+def resumed(out: Path, **kwargs: Any) -> dict[str, Any]:
     """A job of `outcomes_by_world`. Its ranks are daemons, which may have no workers otherwise."""
     vars(multiprocessing.current_process())["_config"].pop("daemon", None)
-    result = train(Path(folder), **kwargs)
+    result = train(Path(out), **kwargs)
     gc.collect()  # else the end of this process tells the workers to stop, which they put off
     return result
 

@@ -48,7 +48,7 @@ class _Block:
 def _opened(
     dataset: Any, lane: int, number: int, epoch: int, start: Start, shows: bool
 ) -> tuple[LaneReader, tuple[int, float]]:
-    """A reader at `start`, and the rows and seconds of the way there."""
+    """A reader at `start`, and the rows and seconds of the way there where that begins at the first row for want of a state."""
     reader, began = LaneReader(dataset, lane, number, epoch, start.mark), time.perf_counter()
     rows = start.row - start.mark.row
     hidden = not shows or rows < _SHOWN_ROWS or not is_speaking_rank()
@@ -56,7 +56,8 @@ def _opened(
         for first in range(0, rows, _SHOWN_ROWS // 10):
             reader.skip(part := min(_SHOWN_ROWS // 10, rows - first))
             bar.update(part)
-    return reader, (rows, time.perf_counter() - began)
+    tells = start.mark.state is None and rows > reader.marks_apart
+    return reader, (rows, time.perf_counter() - began) if tells else (0, 0.0)
 
 
 def _block(reader: LaneReader, count: int, skipped: tuple[int, float] = (0, 0.0)) -> _Block:
@@ -79,7 +80,7 @@ class Feed:
         self.read = 0
         """Rows that were read for this feed, without those that a resume dropped."""
         self.skipped = (0, 0.0)
-        """Rows that a resume read and dropped, and seconds."""
+        """Rows that a resume read and dropped for want of a state, and seconds."""
 
     @property
     def lanes(self) -> list[int]:
@@ -180,10 +181,11 @@ def worker_feed(loader: DataLoader[bytes], starts: Mapping[int, Start]) -> Feed:
 
 
 def say_skipped(feed: Feed, dataset: object) -> None:
-    """One line of the rows that a resume read and dropped because the dataset has no state, with the seconds. Local."""
+    """One line of the rows that a resume read and dropped for want of a state, with the seconds. Local."""
     rows, seconds = feed.skipped
-    if rows and not has_state(dataset):
+    if rows:
+        why = "no state of it was saved" if has_state(dataset) else "it has no state_dict"
         say(
-            f"{type(dataset).__name__} has no state_dict: {rows} rows were read and dropped in {seconds:.1f} s to come to the "
+            f"{type(dataset).__name__}: {why}: {rows} rows were read and dropped in {seconds:.1f} s to come to the "
             "place of the checkpoint"
         )

@@ -40,36 +40,42 @@ __all__ = [
 LANES = "lanes"
 """The key of the manifest's position."""
 ROWS_FILE = "hf_dist_rows.jsonl"
+_COLLATOR, _COLLATORS = "collator", "collators"
 _NAME = re.compile(r"^rank\.\d+\.lane\.(\d+)$")
 
 
-def place_facts(position: Position) -> dict[str, Any]:
-    """The place, for the manifest. Local, equal on all ranks."""
+def place_facts(position: Position, ranks: int) -> dict[str, Any]:
+    """The place, for the manifest; `ranks`: data ranks. Local, equal on all ranks."""
     place = position.place
-    return {"number": len(place.rows), "rows": list(place.rows), "lengths": list(place.lengths)}
+    rests = {} if position.collator is None else {_COLLATORS: ranks}
+    return {**rests, "number": len(place.rows), "rows": list(place.rows), "lengths": list(place.lengths)}
 
 
 def states_of_lanes(stream: StreamLoader, position: Position) -> dict[str, torch.Tensor]:
     """The states of the lanes that this data rank answers for, as bytes, for one of the ranks that share its rows. Local."""
     plan = stream.batches.plan
-    if plan.reads is not Reads.OWNERS and plan.ranks.rank > 0:
-        return {}
     found = {}
+    if position.collator is not None:
+        found[_COLLATOR] = _bytes_of({"state": position.collator}, "the data collator")
+    if plan.reads is not Reads.OWNERS and plan.ranks.rank > 0:
+        return found
     for lane, start in position.starts.items():
         if start.row:
-            found[f"lane.{lane}"] = _bytes_of({"row": start.mark.row, "state": as_saved(start.mark.state)}, lane)
+            found[f"lane.{lane}"] = _bytes_of(
+                {"row": start.mark.row, "state": as_saved(start.mark.state)}, f"the dataset, lane {lane},"
+            )
     return found
 
 
-def _bytes_of(value: object, lane: int) -> torch.Tensor:
+def _bytes_of(value: object, whose: str) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     try:
         _of_bytes(buffer.getvalue())
     except Exception:  # the unpickler of weights raises its own types
         say_once(
-            f"the dataset's state (lane {lane}) holds other things than tensors, numbers, strings, lists and dicts, and is not "
-            "saved: a resume reads the rows before the checkpoint again and drops them"
+            f"the state of {whose} holds other things than tensors, numbers, strings, lists and dicts, and is not saved: a "
+            "resume reads the rows before the checkpoint again and drops them; what a collator has kept of them is lost"
         )
         buffer = io.BytesIO()
         torch.save({"row": 0, "state": None}, buffer)
@@ -80,8 +86,10 @@ def _of_bytes(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
-def read_position(directory: Path, stream: StreamLoader) -> Position:
+def read_position(directory: Path, stream: StreamLoader, own: Mapping[str, torch.Tensor]) -> Position:
     """The position of a checkpoint, for the lanes that this rank reads; the stream follows its number of lanes. Local.
+
+    `own`: what the checkpoint has of this rank, or of the rank whose rows it reads.
 
     A checkpoint without lanes (of a stream, by an older version) counts its rows in one lane. Raises `CheckpointError` for a
     manifest that cannot be used, `ConfigError` for data ranks that cannot share the lanes.
@@ -101,8 +109,15 @@ def read_position(directory: Path, stream: StreamLoader) -> Position:
             "data start anew."
         ) from error
     stream.follow(Lanes(number))
+    ranks = stream.batches.plan.ranks.size
+    if facts.get(_COLLATORS, ranks) != ranks:
+        raise CheckpointError(
+            f"{directory}: the data collator kept rows for later (state_dict) on each of {facts[_COLLATORS]} data ranks, and "
+            f"there are {ranks} now. Resume on {facts[_COLLATORS]}, or pack rows in the dataset."
+        )
     wanted = {lane: Start(BEGINNING, place.rows[lane]) for lane in stream.batches.plan.read_here}
-    return Position(epoch, place, _with_states(directory / folder.STATE, wanted))
+    rest = _of_bytes(own[_COLLATOR].numpy().tobytes())["state"] if _COLLATOR in own else None
+    return Position(epoch, place, _with_states(directory / folder.STATE, wanted), rest)
 
 
 def _with_states(state: Path, wanted: dict[int, Start]) -> dict[int, Start]:

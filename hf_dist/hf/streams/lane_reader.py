@@ -100,10 +100,11 @@ class LaneReader:
         self.ended = False
         self.marks = [start]
         """New ones since somebody took them away."""
-        self._keeps = has_state(dataset)
         self._split_by_worker = number if num_shards(dataset) is None else 1
         part = pass_of_lane(dataset, lane, number, epoch)
-        self._every = max(_EVERY, keep_buffers(part))  # a state of a buffer has all of its rows
+        # A state of a buffer has all of its rows.
+        self.marks_apart = max(_EVERY, keep_buffers(part)) if has_state(dataset) else 0
+        """Rows between two states; 0 where there are none."""
         if start.state is not None:
             part.load_state_dict(start.state)
         self._source = part
@@ -122,7 +123,7 @@ class LaneReader:
                     self.ended = True
                     break
                 self.row += 1
-                if self._keeps and self.row % self._every == 0:
+                if self.marks_apart and self.row % self.marks_apart == 0:
                     self.marks.append(Mark(self.row, self._state()))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from hf_dist.checkpoint import random_state
 from hf_dist.hf.data import FETCH, nothing, restore, stay_a_while
 from hf_dist.hf.streams.feed import Feed, LaneBlocks, Start, local_feed, say_skipped, worker_feed
-from hf_dist.hf.streams.lane_reader import BEGINNING, Mark
+from hf_dist.hf.streams.lane_reader import BEGINNING, Mark, has_state
 from hf_dist.hf.streams.lanes import Lanes, Place
 from hf_dist.hf.streams.plan import Plan, plan_of
 from hf_dist.hf.streams.shuffle_buffer import as_loaded, as_saved
@@ -36,6 +37,8 @@ class Position:
     place: Place
     starts: Mapping[int, Start] = field(default_factory=dict)
     """Of the lanes that this rank reads, or is to read."""
+    collator: Any = None
+    """State of this rank's collator, if that has one: a packing collator keeps a rest of the rows before."""
 
 
 class StreamBatches(DataLoader[Any]):
@@ -54,6 +57,8 @@ class StreamBatches(DataLoader[Any]):
         """Behind each batch that was collated and not yet given to the loop."""
         self.restored = False
         """Whether this pass has restored the random states of a resume."""
+        self.collator_state: Any = None
+        """Of the collator, before the batch that is collated but not yet used."""
         self._at_fetch: dict[str, object] | None = None
         self._random: tuple[Mapping[str, torch.Tensor], Callable[[], None]] | None = None
         self._persistent: DataLoader[bytes] | None = None
@@ -71,9 +76,16 @@ class StreamBatches(DataLoader[Any]):
         self.plan = plan_of(lanes, self.dataset, plan.shape, plan.ranks, by_first=plan.by_first)
         self._persistent = None
 
+    @property
+    def _collator(self) -> Any:
+        """That of the user: HF wraps it to remove columns."""
+        return getattr(self.collate_fn, "data_collator", self.collate_fn)
+
     def begin_at(self, position: Position) -> None:
         """Have the next pass begin there."""
         self.start, self.epoch = position, position.epoch
+        if position.collator is not None and has_state(self._collator):
+            self._collator.load_state_dict(position.collator)
         self._persistent = None  # its workers know no other beginning than that of an epoch
 
     def restore_random(self, states: Mapping[str, torch.Tensor], then: Callable[[], None] = nothing) -> None:
@@ -110,6 +122,8 @@ class StreamBatches(DataLoader[Any]):
         while True:
             # Of the rows as well, because a dataset may draw. Between two steps the first batch of a window waits.
             self._at_fetch = random_state.raw()
+            if has_state(self._collator):
+                self.collator_state = copy.deepcopy(self._collator.state_dict())
             window = next_window(place, feed, plan.ranks, plan.reads, plan.shape)
             if not window.batches:
                 return
@@ -178,15 +192,14 @@ class StreamLoader(DataLoaderShard):
         microseconds per lane that this rank reads.
         """
         batches = self.batches
-        if (
-            self.end_of_dataloader and self._place is not None
-        ):  # the loop has the last batch: the next one is of the next epoch
-            return Position(self.iteration + 1, Place.start(batches.plan.lanes))
+        collator = batches.collator_state
+        if self.end_of_dataloader and self._place is not None:  # then the next batch is of the next epoch
+            return Position(self.iteration + 1, Place.start(batches.plan.lanes), collator=collator)
         if self._place is None or batches.feed is None:
-            return batches.start or Position(self.iteration, Place.start(batches.plan.lanes))
+            return batches.start or Position(self.iteration, Place.start(batches.plan.lanes), collator=collator)
         rows = self._place.rows
         starts = {lane: Start(batches.feed.mark(lane, rows[lane]), rows[lane]) for lane in batches.feed.lanes}
-        return Position(self.iteration, self._place, starts)
+        return Position(self.iteration, self._place, starts, collator)
 
     @property
     def place(self) -> Place | None:
@@ -209,7 +222,8 @@ class StreamLoader(DataLoaderShard):
         """The position, and the states of the lanes that this rank reads, of plain values. Local."""
         at = self.position()
         states = {lane: {"row": s.mark.row, "state": as_saved(s.mark.state)} for lane, s in at.starts.items()}
-        return {"epoch": at.epoch, "rows": list(at.place.rows), "lengths": list(at.place.lengths), "states": states}
+        place = {"rows": list(at.place.rows), "lengths": list(at.place.lengths)}
+        return {"epoch": at.epoch, **place, "states": states, "collator": at.collator}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where `state_dict()` was taken, whatever rank had a lane. Local.
@@ -223,7 +237,9 @@ class StreamLoader(DataLoaderShard):
             known = states.get(lane)
             mark = BEGINNING if known is None else Mark(known["row"], as_loaded(known["state"]))
             starts[lane] = Start(mark, rows[lane])
-        self.begin_at(Position(state_dict["epoch"], Place(rows, tuple(state_dict["lengths"])), starts))
+        self.begin_at(
+            Position(state_dict["epoch"], Place(rows, tuple(state_dict["lengths"])), starts, state_dict.get("collator"))
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Of the next pass, for datasets that shuffle by it."""
