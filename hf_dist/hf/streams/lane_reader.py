@@ -74,7 +74,8 @@ def _draw_differently(part: Any, lane: int) -> None:
     if _is_of_datasets(part):
         from datasets import iterable_dataset
 
-        part._ex_iterable = iterable_dataset.shift_ex_examples_rngs(part._ex_iterable, lane)
+        shifted = getattr(iterable_dataset, "shift_ex_examples_rngs", None)  # older ones have none
+        part._ex_iterable = part._ex_iterable if shifted is None else shifted(part._ex_iterable, lane)
 
 
 @contextmanager
