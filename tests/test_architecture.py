@@ -421,11 +421,16 @@ def test_top_level_holds_only_the_known_names() -> None:
     check(unknown, f"The top level holds {sorted(TOP_LEVEL)} and dotfiles: move it, or have git ignore it.")
 
 
-def test_every_folder_with_tests_is_searched(pytestconfig: pytest.Config) -> None:
-    """pytest leaves out folders by their names, in silence; by itself every "dist" and "build"."""
-    left_out = pytestconfig.getini("norecursedirs")
-    folders = {part for path in python_files("tests") for part in path.parent.relative_to(REPO).parts}
-    check([name for name in sorted(folders) if any(fnmatch(name, each) for each in left_out)], "Change norecursedirs.")
+def test_no_folder_is_left_out_by_its_name(pytestconfig: pytest.Config) -> None:
+    """pytest and ruff leave out folders by their names, in silence; by themselves every "dist"."""
+    settings = (REPO / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^exclude = (\[.*\])$", settings.partition("[tool.ruff]")[2], re.M)
+    for key, left_out in (
+        ("norecursedirs", pytestconfig.getini("norecursedirs")),
+        ("exclude", ast.literal_eval(listed)),
+    ):
+        folders = {part for path in python_files("tests", "hf_dist") for part in path.parent.relative_to(REPO).parts}
+        check([name for name in sorted(folders) if any(fnmatch(name, each) for each in left_out)], f"Change {key}.")
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

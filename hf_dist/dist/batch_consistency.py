@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.dist import collectives
 from hf_dist.dist.axes import PATHS
-from hf_dist.tensors.checksum import batch_digest
-from hf_dist.errors import ModelError
 from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.errors import ModelError
+from hf_dist.tensors.checksum import batch_digest
 from hf_dist.tensors.random_streams import drops, stream_digest
 
 __all__ = ["compare_rows"]

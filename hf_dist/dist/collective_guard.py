@@ -13,8 +13,8 @@ import time
 from types import FrameType
 
 from hf_dist.dist import collectives
-from hf_dist.errors import OneRankError
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh
+from hf_dist.errors import OneRankError
 
 __all__ = ["REMEDY", "every_rank", "line_of_user", "passes_user_code", "report"]
 

@@ -74,7 +74,7 @@ class Handle:
 
 _wait_seconds = 0.0
 _waits_for_core = 0.0
-_core_delay: Callable[[], float] = lambda: 0.0
+_core_delay: Callable[[], float] = float
 
 
 def wait_seconds() -> float:

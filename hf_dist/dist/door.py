@@ -37,7 +37,7 @@ _WHOLE = _SAID + PROOF
 _SECONDS = 10.0
 """In which a visitor has proved itself, however it deals out its bytes."""
 _AT_ONCE, _INSIDE, _NAMED = 64, 4096, 16
-"""Connections that are proving themselves, connections that wait to be served, and hosts of strangers that are named: no more."""
+"""Connections that are proving themselves, connections that wait to be served, hosts of strangers that are named: no more."""
 _AGAIN = 1.0
 """Seconds between two knocks where nobody listens yet."""
 

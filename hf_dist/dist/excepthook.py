@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from hf_dist.dist.last_words import end_log_with, is_launched, outlive_launcher, tell_launcher
+from hf_dist.dist.launch import detect_launch
 from hf_dist.errors import (
     CheckpointError,
     ConfigError,
@@ -24,8 +26,6 @@ from hf_dist.errors import (
     RemoteError,
     TopologyError,
 )
-from hf_dist.dist.last_words import end_log_with, is_launched, outlive_launcher, tell_launcher
-from hf_dist.dist.launch import detect_launch
 
 # Raised from facts that all ranks share, so usually every rank raises the same error.
 _SAME_EVERYWHERE = (ConfigError, TopologyError, ModelError, CheckpointError, OverflowAtMinimumScaleError, RemoteError)
@@ -117,7 +117,9 @@ def _report_and_leave(kind: type[BaseException], error: BaseException, trace: Tr
         # Rank 0 prints, after a pause for other ranks' output; its exit makes the launcher stop the others. A rank that is
         # still alive after the grace period met the error alone (its own file is wrong, say) and must print it.
         another_ended = _told_to_end.wait(_GRACE_SECONDS if rank else 0.3)
-        message = f"hf_dist: {type(error).__name__}{f' on {named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
+        message = (
+            f"hf_dist: {type(error).__name__}{f' on {named(rank)}' if rank or _ROLE in os.environ else ''}: {error}"
+        )
         _leave_word(message)
         if not (rank and another_ended) and not tell_launcher(message):
             print_error("\n" + message)

@@ -32,8 +32,8 @@ __all__ = ["FAKE", "GroupLease", "GroupMaker", "Kind", "MeshAxis", "leave_in_ord
 _BLOCKING = ("dp", "world", "pp", "model", "data", "batch")
 """Views with blocking collectives at the same place of every rank's program. Views with the same lines share a group."""
 _IN_LAYERS = ("tp", "cp", "ep")
-"""Axes along which every rank of a line runs the same layers in the same order. They share the group of a view of `_BLOCKING` that
-has the same lines: between two of its collectives lie whole passes."""
+"""Axes along which every rank of a line runs the same layers in the same order. They share the group of a view of `_BLOCKING`
+that has the same lines: between two of its collectives lie whole passes."""
 _TWO_GROUPS = ("shard", "edp")
 """Views with a second group for gradients. Views with the same lines share both groups."""
 FAKE = "fake"

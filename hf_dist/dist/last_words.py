@@ -1,4 +1,4 @@
-"""The last line in the log of a launched job. torchrun and `accelerate launch` print a summary or a traceback after all ranks."""
+"""The last line in the log of a launched job. torchrun and `accelerate launch` print a summary or a traceback at the end."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def _export(launch: Launch, env: MutableMapping[str, str]) -> None:
     port = _number(env, "MASTER_PORT", launch.launcher, 0, below=65536)
     if port == 0 and launch.world_size > 1:  # rank 0 would listen at a port that no other rank learns of
         raise TopologyError(
-            f"MASTER_PORT=0: the {launch.world_size} ranks cannot meet at port 0. Set one free port from 1 to 65535 on every rank "
-            "(--master_port, --main_process_port or the variable); on one machine `torchrun --standalone` finds one."
+            f"MASTER_PORT=0: the {launch.world_size} ranks cannot meet at port 0. Set one free port from 1 to 65535 on every "
+            "rank (--master_port, --main_process_port or the variable); on one machine `torchrun --standalone` finds one."
         )
 
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hf_dist.dist.axes import Axes
-from hf_dist.errors import TopologyError
 from hf_dist.dist.groups import FAKE, GroupLease, GroupMaker, MeshAxis, leave_in_order
 from hf_dist.dist.launch import Launch, detect_launch
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT, job_store, own_address, prepare_start, release_port
+from hf_dist.errors import TopologyError
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -1,7 +1,7 @@
 """An HTTP server with two pages: `/metrics` in the text format of Prometheus, and `/health`.
 
-It has a daemon thread of its own, not the watchdog's: a client that reads slowly must not delay statuses and verdicts, and a job
-of one process has no watchdog. It computes nothing: the texts come from functions that read what is known on this rank.
+It has a daemon thread of its own, not the watchdog's: a client that reads slowly must not delay statuses and verdicts, and a
+job of one process has no watchdog. It computes nothing: the texts come from functions that read what is known on this rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class MetricsServer:
         host, number = address_of(port)
         self._server = (_Server6 if ":" in host else _Server)((host, number), Handler)
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_SECONDS,), name="hf_dist metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_SECONDS,), name="hf_dist metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist.errors import TopologyError
 from hf_dist.dist.excepthook import print_error
 from hf_dist.dist.host_info import ranks_here, schedule_as_batch
 from hf_dist.dist.ports import HeldPort
+from hf_dist.errors import TopologyError
 
 __all__ = [
     "CONNECTIONS",

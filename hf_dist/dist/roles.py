@@ -1,7 +1,7 @@
 """Roles: the processes of one start, divided into jobs of their own before any axis divides a job.
 
 After `divide`, the variables of the launcher (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) describe this process's role. All
-other code sees a smaller job. What roles say to each other goes through links (`link.py`), which meet in the store of the start.
+other code sees a smaller job. What roles say to each other goes through links (`link.py`), which meet in the start's store.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_dist.errors import ConfigError, Problem
 from hf_dist.dist.launch import detect_launch
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT, has_started, meet_as, prepare_start, start_store
+from hf_dist.errors import ConfigError, Problem
 
 __all__ = ["REST", "Place", "Role", "dealt", "divide", "place"]
 
@@ -66,21 +66,25 @@ def dealt(sizes: Mapping[str, int | str], world: int, replicas: Mapping[str, int
     """
     open_ended = [name for name, size in sizes.items() if size == REST]
     if len(open_ended) > 1:
-        raise _problem(f"{open_ended[1]}.ranks", REST, f'is said of {open_ended[0]}, too', "Give all roles but one a number.")
+        raise _problem(
+            f"{open_ended[1]}.ranks", REST, f"is said of {open_ended[0]}, too", "Give all roles but one a number."
+        )
     given = {name: int(size) for name, size in sizes.items() if size != REST}
     for name, size in given.items():
         if size < 1:
             raise _problem(f"{name}.ranks", str(size), "is no number of ranks", "Use 1 or more.")
     left = world - sum(given.values())
-    if open_ended and left < 1 or not open_ended and left:
+    if (open_ended and left < 1) or (not open_ended and left):
         total = " + ".join(f"{size} ({name})" for name, size in given.items())
         what = f"leaves no rank for {open_ended[0]}" if open_ended else f"is not the {world} ranks that were started"
-        raise _problem("", total, what, f"Start other numbers of processes, or give one role \"ranks\": \"{REST}\".")
+        raise _problem("", total, what, f'Start other numbers of processes, or give one role "ranks": "{REST}".')
     found, first = {}, 0
     for name in sizes:
         size, count = given.get(name, left), (replicas or {}).get(name, 1)
         if size % count:
-            raise _problem(f"{name}.replicas", str(count), f"does not divide the {size} ranks of {name}", "Start a multiple of it.")
+            raise _problem(
+                f"{name}.replicas", str(count), f"does not divide the {size} ranks of {name}", "Start a multiple of it."
+            )
         for number in range(count):
             own = f"{name}.{number}" if number else name
             found[own] = Role(own, first, size // count, name, number, count)
@@ -98,12 +102,16 @@ def place() -> Place | None:
 
 
 def described(jobs: Mapping[str, str]) -> list[str]:
-    """The roles of this start, with their ranks, for people; empty without roles. `jobs`: role of another job -> where. Local."""
+    """The roles of this start, with their ranks, for people; empty without any. `jobs`: role of another job -> where. Local."""
     if _place is None:
         return []
     parts = [f"{r.name} on {_ranks(r)}" for r in _place.roles.values() if r.name != _place.role.name]
     parts += [f"{name} in the job at {where}" for name, where in jobs.items()]
-    return ["; ".join([f"this is {_place.role.name}, {_ranks(_place.role)} of the start", *([", ".join(parts)] if parts else [])])]
+    return [
+        "; ".join(
+            [f"this is {_place.role.name}, {_ranks(_place.role)} of the start", *([", ".join(parts)] if parts else [])]
+        )
+    ]
 
 
 def _ranks(role: Role) -> str:
@@ -115,13 +123,15 @@ def divide(
 ) -> Place:
     """Make this process a member of its role only. Every process of the start calls it, before torch.distributed starts.
 
-    `replicas`: role -> equal parts of it; `whole`: (number, of how many) if this start is one replica. A second call with the same roles returns the first one's answer. Raises
-    `ConfigError` for roles that do not add up, or that come too late.
+    `replicas`: role -> equal parts of it; `whole`: (number, of how many) if this start is one replica. A second call with the
+    same roles returns the first one's answer. Raises `ConfigError` for roles that do not add up, or that come too late.
     """
     global _place
     if _place is not None:
         if list(dict.fromkeys(role.kind for role in _place.roles.values())) != list(sizes):
-            raise _problem("", ", ".join(sizes), f"but this start was divided into {', '.join(_place.roles)}", "Keep one file.")
+            raise _problem(
+                "", ", ".join(sizes), f"but this start was divided into {', '.join(_place.roles)}", "Keep one file."
+            )
         return _place
     launch = detect_launch()
     roles = dealt(sizes, launch.world_size, replicas)
@@ -142,6 +152,8 @@ def divide(
     store.wait(hosts, DEFAULT_TIMEOUT)
     is_here = [name.decode() == socket.gethostname() for name in store.multi_get(hosts)]
     meet_as(role.name, rank, store)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(role.size), LOCAL_WORLD_SIZE=str(sum(is_here)), HF_DIST_ROLE=role.name)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(role.size), LOCAL_WORLD_SIZE=str(sum(is_here)), HF_DIST_ROLE=role.name
+    )
     _place = Place(roles, role, rank, sum(is_here[:rank]), store)
     return _place

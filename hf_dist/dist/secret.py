@@ -24,7 +24,11 @@ class Secret:
         """Raises `ConfigError` if there is none, or one that could be guessed."""
         if len(text) < _LEAST:
             found = f"{len(text)} characters" if text else ""
-            what = f"are too few for a secret; {_LEAST} are the least" if text else "is not set, and two jobs that meet need it"
+            what = (
+                f"are too few for a secret; {_LEAST} are the least"
+                if text
+                else "is not set, and two jobs that meet need it"
+            )
             fix = f'Set the same text in both jobs: export {VARIABLE}="$(openssl rand -hex 32)", once, and copy it.'
             raise ConfigError(Problem(VARIABLE, found, what, fix))
         self._key = text.encode()

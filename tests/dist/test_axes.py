@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dist.dist.axes import AXES, EXPERTS, Axes
 from hf_dist.config import axes_of, load_config
+from hf_dist.dist.axes import AXES, EXPERTS, Axes
 from hf_dist.errors import ConfigError
 
 VIEWS = list(dict.fromkeys(view for views in AXES.values() for view in views))

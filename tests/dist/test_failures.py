@@ -15,8 +15,8 @@ import pytest
 
 from hf_dist import DistTrainingArguments
 from hf_dist.dist import excepthook
-from hf_dist.errors import ConfigError
 from hf_dist.dist.patience import Patience
+from hf_dist.errors import ConfigError
 from tests import forked, processes
 from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
 from tests.workers.failing import ROOT

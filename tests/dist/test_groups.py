@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
 import hf_dist
+from hf_dist.config import axes_of, load_config, resolve_without_trainer
 from hf_dist.dist import collectives, groups
 from hf_dist.dist.axes import Axes
-from hf_dist.config import axes_of, load_config, resolve_without_trainer
-from hf_dist.planning.overhead import groups_after_mesh, num_channels
-from hf_dist.planning.planner import Planner, Workload
 from hf_dist.dist.groups import num_groups
 from hf_dist.dist.mesh import ParallelMesh, build_mesh
 from hf_dist.parallel.pipeline.p2p import make_channels
+from hf_dist.planning.overhead import groups_after_mesh, num_channels
+from hf_dist.planning.planner import Planner, Workload
 from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.parallel.tensor.on_ranks import HIDDEN, llama

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import threading
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from hf_dist.dist import host_info
 from hf_dist.dist.host_info import available_nbytes, memory_kills, memory_report, share_nbytes
+from hf_dist.dist.watchdog.thread import Watchdog
 
 GB = 10**9
 
@@ -133,7 +136,13 @@ def test_nobody_else_asks_for_free_memory_or_for_the_ranks_of_a_machine() -> Non
     package = Path(host_info.__file__).parents[1]
     # One tells what launchers say, one shows it, one is the message of an error that has happened, one starts ranks, one
     # measures what a GPU holds beside tensors, one runs what is no job of ranks in a rank.
-    others = {"dist/host_info.py", "dist/launch.py", "tools/cli/env.py", "planning/out_of_memory.py", "tools/bench/processes.py"}
+    others = {
+        "dist/host_info.py",
+        "dist/launch.py",
+        "tools/cli/env.py",
+        "planning/out_of_memory.py",
+        "tools/bench/processes.py",
+    }
     others |= {"planning/overhead.py", "tools/check/runs.py"}
     found = {
         path.relative_to(package).as_posix()
@@ -141,3 +150,10 @@ def test_nobody_else_asks_for_free_memory_or_for_the_ranks_of_a_machine() -> Non
         if any(word in path.read_text(encoding="utf-8") for word in words)
     }
     assert found <= others, found - others
+
+
+def test_the_watchdog_hides_nothing_of_python_s_own_thread() -> None:
+    """Python calls some of it after a fork: a worker of a loader printed a TypeError for `_stop`."""
+    source = ast.parse(Path(inspect.getfile(Watchdog)).read_text(encoding="utf-8"))
+    stored = [n for n in ast.walk(source) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    assert {node.attr for node in stored} & set(dir(threading.Thread)) == set()

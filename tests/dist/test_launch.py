@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_dist.errors import TopologyError
-from hf_dist.dist.launch import _LOCAL_SIZES, Launch, detect_launch
 from hf_dist.dist.host_info import ranks_here
+from hf_dist.dist.launch import _LOCAL_SIZES, Launch, detect_launch
+from hf_dist.errors import TopologyError
 from tests.processes import run
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -134,7 +134,7 @@ def test_a_missing_local_rank_is_taken_from_the_rank() -> None:
 @pytest.mark.parametrize("env", [TORCHRUN, OPENMPI, MPICH, SRUN], ids=["torchrun", "mpirun", "mpich", "srun"])
 def test_several_ranks_cannot_meet_at_port_0(env: dict[str, str]) -> None:
     place = {"MASTER_ADDR": "node7", "MASTER_PORT": "0"}
-    with pytest.raises(TopologyError, match="^MASTER_PORT=0: the . ranks cannot meet at port 0. Set one free port"):
+    with pytest.raises(TopologyError, match=r"^MASTER_PORT=0: the . ranks cannot meet at port 0. Set one free port"):
         detect_launch({**env, **place})
     alone = {key: "1" for key in env if key.endswith(("SIZE", "TASKS"))} | {
         key: "0" for key in env if key.endswith(("RANK", "RANKID", "PROCID"))

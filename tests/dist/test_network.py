@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hf_dist.dist import network
-from hf_dist.engine import report
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.mesh import MeshAxis, ParallelMesh, build_mesh
+from hf_dist.engine import report
 from hf_dist.sharding.precision import Precision
 
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_dist.dist.raise_on_all_ranks import together
-from hf_dist.tensors.checksum import as_bytes, batch_digest, checksum
-from hf_dist.errors import CheckpointError
 from hf_dist.dist.mesh import MeshAxis
+from hf_dist.dist.raise_on_all_ranks import together
+from hf_dist.errors import CheckpointError
+from hf_dist.tensors.checksum import as_bytes, batch_digest, checksum
 from tests.harness import run_ranks
 
 
@@ -36,9 +36,9 @@ def problems(rank: int, world: int, root: str) -> dict[str, Any]:
 def _problems(rank: int, world: int, root: str) -> tuple[dict[str, Any], Any]:
     """In a block, interrupted in one, and in a save."""
     import hf_dist
+    from hf_dist.checkpoint.save import SaveRequest
     from hf_dist.dist import collectives
     from hf_dist.dist.raise_on_all_ranks import agree, together
-    from hf_dist.checkpoint.save import SaveRequest
     from hf_dist.errors import CheckpointError
 
     torch.manual_seed(0)

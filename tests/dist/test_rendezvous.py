@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from hf_dist.dist import rendezvous
-from hf_dist.errors import TopologyError
 from hf_dist.dist.patience import Patience
 from hf_dist.dist.rendezvous import agree_on_port, interface_of
+from hf_dist.errors import TopologyError
 
 
 class Store:
@@ -206,7 +206,11 @@ def test_what_answers_at_the_port_is_told_from_a_store(who: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("rank", "listens", "says"),
     [
-        (0, False, "rank 0 has waited for 0 s for ranks 1 to 3: not all have come to 127.0.0.1:PORT. WORLD_SIZE=4: start 4"),
+        (
+            0,
+            False,
+            "rank 0 has waited for 0 s for ranks 1 to 3: not all have come to 127.0.0.1:PORT. WORLD_SIZE=4: start 4",
+        ),
         (1, False, "rank 1 has waited for 0 s for rank 0: nothing listens at 127.0.0.1:PORT. WORLD_SIZE=4: start 4"),
         (1, True, ""),  # rank 0 speaks
         (3, False, ""),

@@ -31,7 +31,7 @@ def test_roles_that_do_not_add_up_are_refused(sizes: dict[str, int], world: int,
     if fits:
         assert len(dealt(asked, world)) == len(asked)
     else:
-        with pytest.raises(ConfigError, match="hf_dist.roles"):
+        with pytest.raises(ConfigError, match=r"hf_dist\.roles"):
             dealt(asked, world)
 
 
@@ -45,9 +45,15 @@ WRONG = {
     "a flag": ({"a": {"ranks": 1}, "b": {"ranks": True, "model": "y"}}, "b.ranks: True"),
     "no object": ({"a": {"ranks": 1}, "b": 3}, "'b' that is no object"),
     "an address": ({"a": {"ranks": 1}, "b": {"job": 3}}, "b.job: 3, which is no address"),
-    "another job's layout": ({"a": {"ranks": 1}, "b": {"job": "h:1", "ranks": 2}}, "b, a role of another job, with ranks"),
+    "another job's layout": (
+        {"a": {"ranks": 1}, "b": {"job": "h:1", "ranks": 2}},
+        "b, a role of another job, with ranks",
+    ),
     "a port": ({"b": {"ranks": 1, "model": "y", "port": 70000}}, "b.port: 70000"),
-    "a script beside a port": ({"a": {"ranks": 1}, "b": {"ranks": 1, "model": "y", "port": 1}}, "a, which runs the script, beside"),
+    "a script beside a port": (
+        {"a": {"ranks": 1}, "b": {"ranks": 1, "model": "y", "port": 1}},
+        "a, which runs the script, beside",
+    ),
     "a role without a port": (
         {"a": {"ranks": 1, "model": "x"}, "b": {"ranks": 1, "model": "y", "port": 1}},
         "a, which has no port, beside",
@@ -65,7 +71,10 @@ def test_a_wrong_section_is_refused_with_its_place(case: str) -> None:
 
 
 def test_a_right_section_stays_as_it_is_written() -> None:
-    section = {"trainer": {"ranks": "rest"}, "teacher": {"ranks": 2, "model": "x", "config": {"zero_optimization": {"stage": 3}}}}
+    section = {
+        "trainer": {"ranks": "rest"},
+        "teacher": {"ranks": 2, "model": "x", "config": {"zero_optimization": {"stage": 3}}},
+    }
     config = load_config({"hf_dist": {"roles": section}})
     found = roles_of(config.replaced({"bf16.enabled": (True, "a test")}).hf_dist.roles)
     assert list(found) == ["trainer", "teacher"] and found["teacher"].config == section["teacher"]["config"]
@@ -73,7 +82,11 @@ def test_a_right_section_stays_as_it_is_written() -> None:
 
 
 def test_roles_of_other_jobs_take_no_ranks_and_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = {"trainer": {"ranks": "rest"}, "teacher": {"job": "$TEACHER"}, "judge": {"job": "[::1]:29700", "model": "x"}}
+    section = {
+        "trainer": {"ranks": "rest"},
+        "teacher": {"job": "$TEACHER"},
+        "judge": {"job": "[::1]:29700", "model": "x"},
+    }
     found = roles_of(load_config({"hf_dist": {"roles": section}}).hf_dist.roles)
     assert list(dealt(local_sizes(found), 4)) == ["trainer"] == [asking_role(found)]
     assert found["judge"].address == ("::1", 29700)

@@ -46,7 +46,10 @@ class Job:
         world, owns = len(self.times), []
         self.step += steps
         for rank in range(world):
-            own = {p: steps * (s * self.draw.uniform(0.95, 1.05) + extra.get(rank, {}).get(p, 0.0)) for p, s in USUAL.items()}
+            own = {
+                p: steps * (s * self.draw.uniform(0.95, 1.05) + extra.get(rank, {}).get(p, 0.0))
+                for p, s in USUAL.items()
+            }
             owns.append(own)
         wall = max(sum(own.values()) for own in owns)
         self.now += wall
@@ -71,7 +74,9 @@ def test_the_slow_rank_is_named_with_its_phase(world: int, data: Any, phase: str
         job.window(steps, {slow: {phase: 0.2}})
     assert job.lines
     for line in job.lines:
-        assert re.search(rf"rank {slow} \(pid {100 + slow} on gpu\) makes the others wait: 2\.[3-7] of the median for", line), line
+        assert re.search(
+            rf"rank {slow} \(pid {100 + slow} on gpu\) makes the others wait: 2\.[3-7] of the median for", line
+        ), line
         assert f"windows, in: {PHASES[phase]} (steps " in line, line
 
 
@@ -131,7 +136,10 @@ def test_the_own_time_of_a_host_is_without_its_waits(monkeypatch: pytest.MonkeyP
     clock = phases.HostClock()
     for phase, wall, waited in (("data", 1, 0.25), ("forward_backward", 4, 3), ("pause", 9, 8), ("optimizer", 1, 0)):
         now.wall, now.waited = now.wall + wall, now.waited + waited
-        now.delayed, now.delayed_in_waits = now.delayed + 0.75 * (phase != "optimizer"), now.delayed_in_waits + 0.25 * waited / 4
+        now.delayed, now.delayed_in_waits = (
+            now.delayed + 0.75 * (phase != "optimizer"),
+            now.delayed_in_waits + 0.25 * waited / 4,
+        )
         clock.mark(phase)
     seconds = clock.read()
     clock.tell(7, seconds)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_dist.dist.watchdog import watch, departure, thread
+from hf_dist.dist.watchdog import departure, thread, watch
 from hf_dist.dist.watchdog.departure import Departure
 from hf_dist.dist.watchdog.location import WAITS_FOR_CALLS, Location, find_location
 from hf_dist.dist.watchdog.report import (

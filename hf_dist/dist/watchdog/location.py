@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
 
 from hf_dist.dist.collective_guard import line_of_user
 
@@ -61,8 +60,8 @@ MAY_TAKE_LONG |= {"mapping a dataset", "callbacks", "preparing the model"}
 _TRAINING = {"training step", "evaluation", "backward", "optimizer step"}
 
 _COMMUNICATION = (
-    "/hf_dist/dist/collectives.py", "/hf_dist/dist/groups.py", "/hf_dist/dist/mesh.py", "/hf_dist/dist/rendezvous.py", "/hf_dist/parallel/pipeline/p2p.py",
-    "/hf_dist/dist/collective_guard.py", "/torch/distributed/",
+    "/hf_dist/dist/collectives.py", "/hf_dist/dist/groups.py", "/hf_dist/dist/mesh.py", "/hf_dist/dist/rendezvous.py",
+    "/hf_dist/parallel/pipeline/p2p.py", "/hf_dist/dist/collective_guard.py", "/torch/distributed/",
 )  # fmt: skip
 _WEIGHTS, _TOKENS = "the gather of weights", "the exchange of tokens with the experts"
 _WAITED_FOR = (

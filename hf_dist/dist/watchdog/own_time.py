@@ -53,7 +53,7 @@ class OwnTime:
         self._kept: deque[Total] = deque(maxlen=KEPT)
 
     def add(self, step: int, own: Mapping[str, float], *, wall: float, mixed: float = 0.0) -> None:
-        """A window of `wall` seconds that ended after `step` optimizer steps: seconds by phase, and those that may hold waits."""
+        """A window of `wall` seconds that ended after `step` optimizer steps: seconds by phase, and which may hold waits."""
         self._number += 1
         for phase, seconds in own.items():
             self._own[phase] = self._own.get(phase, 0.0) + seconds

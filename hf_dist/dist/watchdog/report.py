@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_dist.dist.excepthook import named, only_followed
 from hf_dist.dist.collective_guard import REMEDY
-from hf_dist.format_bytes import size_text
+from hf_dist.dist.excepthook import named, only_followed
 from hf_dist.dist.watchdog.location import MAY_TAKE_LONG, WAITS_FOR_CALLS, Location
+from hf_dist.format_bytes import size_text
 
 __all__ = ["Status", "called_alone", "describe_stall", "ended_first", "late_words", "lost_rank", "numbers", "unheeded"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -136,7 +137,7 @@ class SlowRank:
                 del heard[old]
         common = sorted(set.intersection(*(set(self._heard.get(rank, {})) for rank in totals))) if totals else []
         found = None
-        for before, now in zip(common, common[1:], strict=False):
+        for before, now in itertools.pairwise(common):
             if now > self._last and len(totals) > 1:
                 self._last = now
                 first, last = ({rank: self._heard[rank][number] for rank in totals} for number in (before, now))

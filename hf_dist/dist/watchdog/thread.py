@@ -11,12 +11,18 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hf_dist import log
-from hf_dist.dist import (comm_counter, excepthook, host_info, mesh, collective_guard,)
+from hf_dist.dist import (
+    collective_guard,
+    comm_counter,
+    excepthook,
+    host_info,
+    mesh,
+)
 from hf_dist.dist.launch import detect_launch
 from hf_dist.dist.watchdog.departure import Departure, Told
 from hf_dist.dist.watchdog.location import Location, find_location
@@ -131,7 +137,7 @@ class Watchdog(threading.Thread):
         self.own_time = OwnTime(self.tick)
         self._slow = SlowRanks()
         self._kills = host_info.memory_kills()
-        self._stop = threading.Event()
+        self._ends = threading.Event()
         self._sending = threading.Lock()
         if rank in self._listeners:
             token = uuid.uuid4().hex
@@ -162,11 +168,11 @@ class Watchdog(threading.Thread):
 
         Such as a dictionary of modules that the training thread changes while this one walks it.
         """
-        while not self._stop.is_set():
+        while not self._ends.is_set():
             try:
                 self._look()
             except (OSError, ValueError, RuntimeError):
-                self._stop.wait(self.tick)
+                self._ends.wait(self.tick)
 
     def _look(self) -> None:
         status = self._status()
@@ -178,7 +184,7 @@ class Watchdog(threading.Thread):
         if self._collector is None:
             if self.world == 1:
                 self._end_if_unheeded([status])
-            self._stop.wait(pause)
+            self._ends.wait(pause)
             return
         self._collector.poll(pause)
         if self.limit > 0:
@@ -244,7 +250,7 @@ class Watchdog(threading.Thread):
                     address, port, token = json.loads(self._store.get(self._key(rank)))
                     self._senders[rank] = Sender((address, port), token, self.rank)
             for sender in list(self._senders.values()):
-                if not self._stop.is_set():
+                if not self._ends.is_set():
                     sender.send(message)
 
     def _hear(self) -> None:
@@ -276,9 +282,9 @@ class Watchdog(threading.Thread):
 
     def leave(self, last_words: str) -> None:
         """Tell the others why this process ends; no more reports."""
-        if self._stop.is_set():
+        if self._ends.is_set():
             return
-        self._stop.set()
+        self._ends.set()
         self._sending.acquire(timeout=2.0)  # the thread may be in the middle of a line
         if self._collector is not None:
             self._collector.send({"left": last_words})
@@ -388,7 +394,9 @@ class Watchdog(threading.Thread):
             statuses = [s for s in self._statuses() if s.rank != self.rank]
             first = ended_first(statuses)
             # One that only followed: the end of the rank that it followed may be heard of a moment later.
-            if first is not None and not (excepthook.only_followed(first.last_words) and time.monotonic() < deadline - 1):
+            if first is not None and not (
+                excepthook.only_followed(first.last_words) and time.monotonic() < deadline - 1
+            ):
                 found = lost_rank(statuses, host_info.memory_report(self._kills)) or ""
                 speaks = self.rank == min(set(self._listeners) - {first.rank})
                 return found, (first.last_words or "") if speaks else ""
