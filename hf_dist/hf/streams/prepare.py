@@ -59,7 +59,7 @@ class _Alone:
 def stream_loader(accelerator: Any, loader: Any, on_device: bool) -> StreamLoader | None:
     """`loader` of an iterable dataset, prepared to stream; None for another one. Local, but all ranks call it."""
     wanted = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and loader.batch_size
-    if not wanted or accelerator.dist_config.local_sgd.enabled or getattr(loader, "_is_accelerate_prepared", False):
+    if not wanted or accelerator.dist_config.local_sgd.every or getattr(loader, "_is_accelerate_prepared", False):
         return None
     dataset, size = loader.dataset, loader.batch_size
     size //= accelerator.num_processes if accelerator.split_batches else 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from hf_dist import DistTrainer, DistTrainingArguments
 from tests.hf.lifecycle import logged
@@ -29,6 +33,14 @@ RECIPE = Recipe(
 )
 
 
+class Stream(IterableDataset[Row]):
+    """The rows, without an index."""
+
+    def __iter__(self) -> Iterator[Row]:
+        """In their order."""
+        return iter(ROWS)
+
+
 class Watched(DistTrainer):
     """Notes which rows are trained on, and how many are evaluated."""
 
@@ -44,15 +56,18 @@ def _rows(inputs: Row) -> Any:
 
 def train(
     rank: int, world: int, folder: str, replicas: int, layout: dict[str, Any], resume_at: int = 0, servers: int = 1,
-    **changes: Any,
+    streams: bool = False, **changes: Any,
 ) -> dict[str, Any] | None:  # fmt: skip
     """A replica's training; None on the server."""
     trainer_role = {"ranks": "rest", "replicas": replicas}
     roles = {"server": {"ranks": servers, "averages": True}, "trainer": trainer_role}
     config = {**layout, "hf_dist": {"roles": roles}, "local_sgd": SECTION}
+    recipe = copy.copy(RECIPE)
+    if streams:
+        recipe.trainer = {**RECIPE.trainer, "train_dataset": Stream()}
     options = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 1, "dataloader_num_workers": 0, **changes}
     try:
-        trainer: Any = RECIPE.build(Watched, DistTrainingArguments, Path(folder), 2, dist_config=config, **options)
+        trainer: Any = recipe.build(Watched, DistTrainingArguments, Path(folder), 2, dist_config=config, **options)
     except SystemExit as end:
         assert not end.code, end
         return None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_dist.dist.ports import HeldPort
-from tests.covering import FULL_GRID, some_of
+from tests.covering import FULL_GRID, FULL_GRID_ONLY, some_of
 from tests.harness import run_ranks
 from tests.parallel.local_sgd import served_trainings as trainings
 from tests.parallel.local_sgd.emulation import Work
@@ -146,8 +146,9 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert relative(found["weights"][name], values) <= 1e-5, name
 
 
-def test_each_replica_has_its_rows_and_its_folder(tmp_path: Path) -> None:
-    found = run_ranks(trainings.train, 5, (str(tmp_path), 2, zero(3)))[1:]
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=FULL_GRID_ONLY)])
+def test_each_replica_has_its_rows_and_its_folder(streams: bool, tmp_path: Path) -> None:
+    found = run_ranks(trainings.train, 5, (str(tmp_path), 2, zero(3), 0, 1, streams))[1:]
     for epoch in (slice(0, 12), slice(12, 24)):
         seen = Counter(row for each in found for row in each["seen"][epoch])
         assert set(seen.values()) == {1} and len(seen) == len(trainings.ROWS), "replicas share the rows of an epoch"
