@@ -48,11 +48,11 @@ def _nothing(folder: Path, replica: int, step: int) -> None:
     pass
 
 
-def _is_killed(folder: Path, replica: int, step: int) -> None:
-    """Between two meetings; the others make their fourth step only then."""
+def _gets(number: int, folder: Path, replica: int, step: int) -> None:
+    """A signal, between two meetings; the others make their fourth step only then."""
     if replica == 2 and step == 4:
         (folder / "lost").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     if replica != 2 and step == 4:
         _wait_for((folder / "lost").exists)
 
@@ -73,15 +73,6 @@ def _dies_while_it_pushes(folder: Path, replica: int, step: int) -> None:
         _wait_for((folder / "lost").exists)
 
 
-def _is_stopped(folder: Path, replica: int, step: int) -> None:
-    """The others go on to their end without it; it is killed then, as the scheduler would."""
-    if replica == 2 and step == 4:
-        (folder / "lost").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if replica != 2 and step == 4:
-        _wait_for((folder / "lost").exists)
-
-
 def _is_late(folder: Path, replica: int, step: int) -> None:
     """It joins once another has made six steps."""
     if replica == 0 and step == 7:
@@ -96,9 +87,9 @@ def _kills_the_server(folder: Path, replica: int, step: int) -> None:
 
 
 def _stopped(folder: str) -> None:
-    """And one of the others kills the stopped one at last."""
+    """The others go on to their end without it; one of them kills it then, as the scheduler would."""
     rank, place = int(os.environ["RANK"]), Path(folder)  # of the start
-    _train(_is_stopped, folder)
+    _train(functools.partial(_gets, signal.SIGSTOP), folder)
     if rank == SERVERS:
         _wait_for((place / f"found{SERVERS + 1}").exists)
         os.kill(_pid(place, SERVERS + 2), signal.SIGKILL)
@@ -106,7 +97,7 @@ def _stopped(folder: str) -> None:
 
 CASES: dict[str, Callable[[str], None]] = {
     "nothing_wrong": functools.partial(_train, _nothing),
-    "killed": functools.partial(_train, _is_killed),
+    "killed": functools.partial(_train, functools.partial(_gets, signal.SIGKILL)),
     "while_it_pushes": functools.partial(_train, _dies_while_it_pushes),
     "stopped": _stopped,
     "late": functools.partial(_train, _is_late),

@@ -15,7 +15,7 @@ Sources: local SGD, Stich 2018 (arXiv 1805.09767); DiLoCo, Douillard et al. 2023
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -144,6 +144,21 @@ def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def resident_nbytes(motions: Iterable[GroupMotion]) -> dict[Tier, int]:
+    """Bytes of anchors and momenta at rest, by kind of memory."""
+    held = dict.fromkeys(Tier, 0)
+    for motion in motions:
+        for tier, nbytes in motion.resident_nbytes().items():
+            held[tier] += nbytes
+    return held
+
+
+def let_masters_rest(sharded: ShardedModel) -> None:
+    """Wait for masters on the host, which may still be in transfer. Local."""
+    if sharded.mesh.device.type == "cuda":
+        torch.cuda.synchronize(sharded.mesh.device)
+
+
 class OuterOptimizer:
     """Lets the replicas of one model meet at intervals. Every rank has one and makes the same calls."""
 
@@ -202,7 +217,7 @@ class OuterOptimizer:
     def _take_turns(self, number: int) -> bool:
         starting = list(self.turns.starting(number))
         if starting or self.turns.is_due(number):
-            self._let_masters_rest()
+            let_masters_rest(self.sharded)
         for fragment in starting:
             for motion in self._fragments[fragment]:
                 if motion.group.layout.numel:
@@ -218,7 +233,7 @@ class OuterOptimizer:
         Runs the outer step. If fragments take turns, averages the weights instead, which does not change the replicas' mean
         movement: anchors stay, and the next outer steps are the same as without this meeting.
         """
-        self._let_masters_rest()
+        let_masters_rest(self.sharded)
         self.turns.take_up()
         in_turn = bool(self.every) and self.turns.streams
         in_flight: deque[Callable[[], None]] = deque()
@@ -237,10 +252,6 @@ class OuterOptimizer:
         if scaler is not None and scaler.dynamic:
             self._agree_on_scale(scaler)
         self.met, self.interval_ended, self._anchored = True, True, in_turn
-
-    def _let_masters_rest(self) -> None:
-        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be in transfer
-            torch.cuda.synchronize(self.sharded.mesh.device)
 
     def _start(
         self, motion: GroupMotion, outgoing: Callable[[], torch.Tensor], incoming: Callable[[torch.Tensor], None]
@@ -291,11 +302,7 @@ class OuterOptimizer:
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of anchors and momenta at rest, by kind of memory."""
-        held = dict.fromkeys(Tier, 0)
-        for motion in self.motions:
-            for tier, nbytes in motion.resident_nbytes().items():
-                held[tier] += nbytes
-        return held
+        return resident_nbytes(self.motions)
 
     def states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
         """(kind, group, values) for a checkpoint: the outer momentum, and anchors unless they equal the weights."""

@@ -23,7 +23,7 @@ from hf_dist.memory.offload.resting import Resident, Resting, Tier, opened
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.parallel.local_sgd.cells import Cell, cells_for
 from hf_dist.parallel.local_sgd.meeting_point import Reached
-from hf_dist.parallel.local_sgd.outer import GroupMotion
+from hf_dist.parallel.local_sgd.outer import GroupMotion, let_masters_rest, resident_nbytes
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.runtime import ShardedModel
 
@@ -105,7 +105,7 @@ class ServedOuter:
 
     def synchronize(self, scaler: DynamicLossScaler | None) -> None:
         """Push the movement since the last meeting, and take the server's weights. Collective over this job only."""
-        self._let_masters_rest()
+        let_masters_rest(self.sharded)
         push = {
             "call": "push",
             "lineage": self._lineage,
@@ -205,10 +205,6 @@ class ServedOuter:
                     ).wait()  # zeros, but on the one rank that has the element
             yield values
 
-    def _let_masters_rest(self) -> None:
-        if self.sharded.mesh.device.type == "cuda":  # masters on the host may still be in transfer
-            torch.cuda.synchronize(self.sharded.mesh.device)
-
     # ------------------------------------------------------------------ checkpoints
 
     def before_load(self) -> None:
@@ -225,11 +221,7 @@ class ServedOuter:
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes of anchors at rest, by kind of memory."""
-        held = dict.fromkeys(Tier, 0)
-        for motion in self.motions:
-            for tier, nbytes in motion.resident_nbytes().items():
-                held[tier] += nbytes
-        return held
+        return resident_nbytes(self.motions)
 
     def states(self) -> Iterator[tuple[str, FlatGroup, Resting]]:
         """(kind, group, values) for a checkpoint: what the server keeps beside the weights. Collective over this job."""

@@ -108,7 +108,7 @@ def test_a_server_stays_until_replicas_that_are_told_to_end_have_saved(tmp_path:
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     codes, output, _ = launch("server_killed", tmp_path, SERVERS + 3, 120, "tests.workers.served")
     assert None not in codes and 0 not in codes, output
-    assert "server rank 0" in output, output
+    assert "server rank " in output, output  # the other rank of the server may be found gone first
 
 
 @pytest.fixture(scope="module")
