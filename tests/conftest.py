@@ -13,6 +13,9 @@ from tests.durations import Durations
 
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What accelerate and this package set for a process of its own, too; processes that a later file starts would find them."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Every run says what its files cost; one of `tests.second_try` writes down what failed."""
@@ -54,9 +57,15 @@ def nothing_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def accelerate_starts_anew() -> Iterator[None]:
-    """accelerate keeps one state per process: no file finds the precision that another one has chosen."""
+    """accelerate keeps one state per process: no file finds the precision that another one has chosen, or its launcher."""
     garbage.settle()  # each Trainer of a process collects: not through all that earlier files have loaded
+    before = {name: os.environ.get(name) for name in LAUNCHERS}
     yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -150,6 +150,7 @@ def _odd_orders(model: Any, tower: Any, batch: dict[str, Tensor]) -> dict[str, A
     apart = float(other.detach() - ahead)
     kept = float(unused.detach() - value.detach())
     difference = float((ahead - behind) / 6e-3)
+    gc.collect()  # what earlier graphs have left in circles
     held = remote_call("tower", f"{__name__}:held_forwards").get()
     del unused, value, other, ahead, behind
     gc.collect()

@@ -24,7 +24,13 @@ from tests.parity.families import make_model
 REPO = Path(__file__).resolve().parents[2]
 READ = {
     *("balance.folder", "bench.config", "bench.more", "check.config", "check.data", "mesh.config", "plan.config"),
-    *("checkpoint verify.folder", "config check.file", "config convert.fsdp_config", "config convert.source"),
+    *(
+        "checkpoint data.checkpoint",
+        "checkpoint verify.folder",
+        "config check.file",
+        "config convert.fsdp_config",
+        "config convert.source",
+    ),
     *("export.checkpoint", "inspect.checkpoint", "profile.files", "schedule.config"),
     *("tune.config",),
 }
