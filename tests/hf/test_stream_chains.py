@@ -198,3 +198,18 @@ def test_a_chain_of_runs_has_the_rows_of_one_run(
 ) -> None:
     with mock.patch.object(lane_reader, "_EVERY", every):
         check_chain(kind, lengths, chain)
+
+
+def test_rows_of_the_ranks_in_turn_are_in_the_order_of_one_process_to_the_end_of_an_epoch() -> None:
+    """A microbatch has the same rows on any number of ranks: that of rank r of D has each D-th one."""
+    lengths = (9, 4, 6)
+
+    def job(rank: ThreadRank) -> list[list[Any]]:
+        loader = loader_of(plain(lengths), rank, LANES, STEP // rank.size // 2, 2)
+        return [[(row["shard"], row["row"]) for row in rows] for rows, _ in steps_of(loader, 1, 2)]
+
+    (whole_order,) = on_ranks(1, job)
+    for ranks in (2, 3):
+        steps = zip(*on_ranks(ranks, job), strict=True)
+        turns = [[row for turn in itertools.zip_longest(*of_ranks) for row in turn if row] for of_ranks in steps]
+        assert turns == whole_order

@@ -400,4 +400,55 @@ MUTANTS: list[Mutant] = [
         "for t in tensors[:1]]).sum()",
         ("parallel/tensor/test_modalities.py",),
     ),
+    # ---- streams
+    Mutant(
+        "a rank reads the lanes of the next one",
+        "hf/streams/plan.py",
+        "return self.lanes.owned(self.ranks.rank, self.ranks.size)",
+        "return self.lanes.owned((self.ranks.rank + 1) % self.ranks.size, self.ranks.size)",
+        ("hf/test_stream_reads.py::test_no_rank_reads_lanes_of_another_and_each_row_is_read_once",),
+    ),
+    Mutant(
+        "the position of a stream is that of the batch fetched and not of the one consumed",
+        "hf/streams/loader.py",
+        "            self._place = self.batches.collated.popleft()\n",
+        "            behind = self.batches.collated.popleft()\n"
+        "            self._place = (self.batches.collated or [behind])[-1]\n",
+        ("hf/test_stream_chains.py",),
+    ),
+    Mutant(
+        "the rows of a shuffle buffer are forgotten at a resume",
+        "hf/streams/shuffle_buffer.py",
+        'rows, given = list(state["held"].rows), state["given"]',
+        'rows, given = [], state["given"]',
+        ("hf/test_stream_chains.py",),
+    ),
+    Mutant(
+        "the rows since the last state of a lane are dropped twice",
+        "hf/streams/feed.py",
+        "rows = start.row - start.mark.row",
+        "rows = 2 * (start.row - start.mark.row)",
+        ("hf/test_stream_reads.py",),
+    ),
+    Mutant(
+        "every rank takes what the first has of the rest of an epoch",
+        "hf/streams/windows.py",
+        "part[ranks.rank :: ranks.size]",
+        "part[:: ranks.size]",
+        ("hf/test_stream_chains.py",),
+    ),
+    Mutant(
+        "the rest of an epoch is handed over in the order of ranks and not of lanes",
+        "hf/streams/windows.py",
+        "return lanes, [next(given[lane]) for lane in lanes], place",
+        "return lanes, [row for rows in given.values() for row in rows], place",
+        ("hf/test_stream_chains.py",),
+    ),
+    Mutant(
+        "the rest of an epoch is dealt to the ranks backwards",
+        "hf/streams/windows.py",
+        "part[ranks.rank :: ranks.size]",
+        "part[ranks.size - 1 - ranks.rank :: ranks.size]",
+        ("hf/test_stream_chains.py",),
+    ),
 ]
