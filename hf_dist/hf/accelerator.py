@@ -57,6 +57,7 @@ from hf_dist.hf.scheduler import DataRankScheduler
 from hf_dist.hf.signatures import show_stock, with_config
 from hf_dist.hf.state_dict import full_state_dict, part_state_dict
 from hf_dist.hf.stateful_loaders import refuse_wrong_positions
+from hf_dist.hf.streams.own_division import refuse_other_loader
 from hf_dist.hf.streams.prepare import stream_loader
 from hf_dist.hf.training_loop import MicrobatchCount, TrainingLoop
 from hf_dist.hf.trl_heads import let_trl_read_heads
@@ -358,6 +359,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
             if stream is not None:
                 self._dataloaders.append(stream)
                 return stream
+        refuse_other_loader(getattr(given, "dataset", None), detect_launch().world_size)
         refuse_wrong_positions(self)
         loader = super().prepare_data_loader(*args, **kwargs)
         note_dropping(loader)

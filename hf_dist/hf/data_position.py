@@ -233,7 +233,7 @@ class DataPositionMixin:
             asked, number = self.dist.hf_dist.data_lanes, len(position.place.rows)
             if asked not in (None, number):
                 say_once(f"hf_dist.data_lanes {asked} has no effect: the checkpoint's stream has {number} lanes")
-            if position.place.sum or position.collator is not None:
+            if not position.is_beginning:
                 stream.begin_at(position)
                 if values and position.place.sum:
                     stream.batches.restore_random(values, self._evaluate_if_due)

@@ -23,6 +23,7 @@ from hf_dist.hf.streams.feed import Start
 from hf_dist.hf.streams.lane_reader import BEGINNING, Mark
 from hf_dist.hf.streams.lanes import Lanes, Place
 from hf_dist.hf.streams.loader import Position, StreamLoader, stream_of
+from hf_dist.hf.streams.own_division import divides_rows
 from hf_dist.hf.streams.shuffle_buffer import as_loaded, as_saved
 from hf_dist.hf.streams.windows import Reads
 from hf_dist.log import say_once
@@ -60,7 +61,7 @@ def states_of_lanes(stream: StreamLoader, position: Position) -> dict[str, torch
     if plan.reads is not Reads.OWNERS and plan.ranks.rank > 0:
         return found
     for lane, start in position.starts.items():
-        if start.row:
+        if start.row or start.mark.state is not None:
             found[f"lane.{lane}"] = _bytes_of(
                 {"row": start.mark.row, "state": as_saved(start.mark.state)}, f"the dataset, lane {lane},"
             )
@@ -108,15 +109,24 @@ def read_position(directory: Path, stream: StreamLoader, own: Mapping[str, torch
             f"{directory / folder.MANIFEST} cannot be read: its position has lanes {facts!r}. With ignore_data_skip=True the "
             "data start anew."
         ) from error
-    stream.follow(Lanes(number))
+    divides = divides_rows(stream.batches.dataset)
+    if not divides:
+        stream.follow(Lanes(number))
     ranks = stream.batches.plan.ranks.size
     if facts.get(_COLLATORS, ranks) != ranks:
         raise CheckpointError(
             f"{directory}: the data collator kept rows for later (state_dict) on each of {facts[_COLLATORS]} data ranks, and "
             f"there are {ranks} now. Resume on {facts[_COLLATORS]}, or pack rows in the dataset."
         )
-    wanted = {lane: Start(BEGINNING, place.rows[lane]) for lane in stream.batches.plan.read_here}
     rest = _of_bytes(own[_COLLATOR].numpy().tobytes())["state"] if _COLLATOR in own else None
+    if divides:
+        state = _with_states(directory / folder.STATE, {0: Start()})[0].mark.state  # the same on all ranks
+        if state is None:
+            raise CheckpointError(
+                f"{directory} has no state of the dataset. With ignore_data_skip=True the data start anew."
+            )
+        return stream.position_behind(epoch, place, state, rest)
+    wanted = {lane: Start(BEGINNING, place.rows[lane]) for lane in stream.batches.plan.read_here}
     return Position(epoch, place, _with_states(directory / folder.STATE, wanted), rest)
 
 

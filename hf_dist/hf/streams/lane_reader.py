@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from torch.utils.data._utils import worker
 
+from hf_dist.hf.streams.own_division import divides_rows
 from hf_dist.hf.streams.shuffle_buffer import keep_buffers
 
 __all__ = ["BEGINNING", "LaneReader", "Mark", "has_state", "num_shards", "pass_of_lane"]
@@ -51,7 +52,9 @@ def has_state(dataset: object) -> bool:
 
 def pass_of_lane(dataset: Any, lane: int, number: int, epoch: int) -> Any:
     """The dataset of one lane of `number` in an epoch, not yet begun. `dataset` itself where it has one lane."""
-    if num_shards(dataset) is None:
+    if divides_rows(dataset):
+        part = dataset
+    elif num_shards(dataset) is None:
         part = _copied(dataset) if _is_of_datasets(dataset) else dataset if number == 1 else copy.deepcopy(dataset)
     else:
         contiguous = {"contiguous": False} if "contiguous" in inspect.signature(dataset.shard).parameters else {}
@@ -101,12 +104,13 @@ class LaneReader:
         self.ended = False
         self.marks = [start]
         """New ones since somebody took them away."""
-        self._split_by_worker = number if num_shards(dataset) is None else 1
+        divides = divides_rows(dataset)
+        self._split_by_worker = number if num_shards(dataset) is None and not divides else 1
         part = pass_of_lane(dataset, lane, number, epoch)
         # A state of a buffer has all of its rows.
-        self.marks_apart = max(_EVERY, keep_buffers(part)) if has_state(dataset) else 0
+        self.marks_apart = max(_EVERY, keep_buffers(part)) if has_state(dataset) and not divides else 0
         """Rows between two states; 0 where there are none."""
-        if start.state is not None:
+        if start.state is not None and not divides:  # it has it from the main process
             part.load_state_dict(start.state)
         self._source = part
         self._rows: Iterator[Any] | None = None

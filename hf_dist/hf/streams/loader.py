@@ -19,6 +19,7 @@ from hf_dist.hf.data import FETCH, nothing, restore, stay_a_while
 from hf_dist.hf.streams.feed import Feed, LaneBlocks, Start, local_feed, say_skipped, worker_feed
 from hf_dist.hf.streams.lane_reader import BEGINNING, Mark, has_state
 from hf_dist.hf.streams.lanes import Lanes, Place
+from hf_dist.hf.streams.own_division import divided_again, divides_rows, state_behind
 from hf_dist.hf.streams.plan import Plan, plan_of
 from hf_dist.hf.streams.shuffle_buffer import as_loaded, as_saved
 from hf_dist.hf.streams.windows import next_window
@@ -39,6 +40,12 @@ class Position:
     """Of the lanes that this rank reads, or is to read."""
     collator: Any = None
     """State of this rank's collator, if that has one: a packing collator keeps a rest of the rows before."""
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether a pass from there is one without a position."""
+        known = any(start.mark.state is not None for start in self.starts.values())
+        return not (self.place.sum or known or self.collator is not None)
 
 
 class StreamBatches(DataLoader[Any]):
@@ -67,6 +74,7 @@ class StreamBatches(DataLoader[Any]):
         """Batches of one rank, where the dataset has a length."""
         shape = self.plan.shape
         whole = shape.rows * self.plan.ranks.size
+        whole = shape.rows if divides_rows(self.dataset) else whole  # its length is that of this rank's part
         rows: int = len(self.dataset)  # type: ignore[arg-type]
         return rows // whole if shape.drops else -(-rows // whole)
 
@@ -140,6 +148,8 @@ class StreamBatches(DataLoader[Any]):
 
     def _feed(self, start: Position) -> Feed:
         plan, lanes = self.plan, self.plan.read_here
+        if divides_rows(self.dataset) and (known := [each.mark.state for each in start.starts.values()]):
+            self.dataset.load_state_dict(known[0])  # type: ignore[attr-defined]
         workers = min(self.num_workers, len(lanes))
         if workers == 0:
             return local_feed(self.dataset, lanes, plan.lanes.number, start.epoch, start.starts)
@@ -194,12 +204,33 @@ class StreamLoader(DataLoaderShard):
         batches = self.batches
         collator = batches.collator_state
         if self.end_of_dataloader and self._place is not None:  # then the next batch is of the next epoch
-            return Position(self.iteration + 1, Place.start(batches.plan.lanes), collator=collator)
+            return self._beginning(self.iteration + 1)
         if self._place is None or batches.feed is None:
-            return batches.start or Position(self.iteration, Place.start(batches.plan.lanes), collator=collator)
+            return batches.start or self._beginning(self.iteration)
         rows = self._place.rows
+        if divides_rows(batches.dataset):
+            starts = self._starts(self._place, state_behind(batches.dataset, self._place.sum, in_pass=True))
+            return Position(self.iteration, self._place, starts, collator)
         starts = {lane: Start(batches.feed.mark(lane, rows[lane]), rows[lane]) for lane in batches.feed.lanes}
         return Position(self.iteration, self._place, starts, collator)
+
+    def _beginning(self, epoch: int) -> Position:
+        batches = self.batches
+        place = Place.start(batches.plan.lanes)
+        divides = divides_rows(batches.dataset)
+        starts = self._starts(place, state_behind(batches.dataset, 0, in_pass=False)) if divides else {}
+        return Position(epoch, place, starts, batches.collator_state)
+
+    def _starts(self, place: Place, state: Any) -> dict[int, Start]:
+        return {lane: Start(Mark(place.rows[lane], state), place.rows[lane]) for lane in self.batches.plan.read_here}
+
+    def position_behind(self, epoch: int, place: Place, state: Any, collator: Any) -> Position:
+        """A saved position, for a dataset that divides its rows itself. Local. Raises `CheckpointError` if it cannot go on.
+
+        `place`: of any number of data ranks. `state`: that of the dataset there.
+        """
+        place = divided_again(place, self.batches.plan.ranks.size)
+        return Position(epoch, place, self._starts(place, state), collator)
 
     @property
     def place(self) -> Place | None:
@@ -231,15 +262,22 @@ class StreamLoader(DataLoaderShard):
         `states` may hold lanes of all ranks. Raises `ConfigError` if the data ranks cannot share the lanes.
         """
         rows, states = tuple(state_dict["rows"]), state_dict["states"]
+        epoch, place, collator = (
+            state_dict["epoch"],
+            Place(rows, tuple(state_dict["lengths"])),
+            state_dict.get("collator"),
+        )
+        if divides_rows(self.batches.dataset):
+            state = next(iter(states.values()))["state"]  # the same on all ranks
+            self.begin_at(self.position_behind(epoch, place, state, collator))
+            return
         self.follow(Lanes(len(rows)))
         starts = {}
         for lane in self.batches.plan.read_here:
             known = states.get(lane)
             mark = BEGINNING if known is None else Mark(known["row"], as_loaded(known["state"]))
             starts[lane] = Start(mark, rows[lane])
-        self.begin_at(
-            Position(state_dict["epoch"], Place(rows, tuple(state_dict["lengths"])), starts, state_dict.get("collator"))
-        )
+        self.begin_at(Position(epoch, place, starts, collator))
 
     def set_epoch(self, epoch: int) -> None:
         """Of the next pass, for datasets that shuffle by it."""

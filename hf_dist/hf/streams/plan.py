@@ -8,6 +8,7 @@ from typing import Any
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.hf.streams.lane_reader import num_shards
 from hf_dist.hf.streams.lanes import Lanes
+from hf_dist.hf.streams.own_division import divides_rows
 from hf_dist.hf.streams.windows import DataRanks, Reads, Shape
 from hf_dist.log import say_once
 
@@ -38,7 +39,7 @@ def plan_of(lanes: Lanes, dataset: object, shape: Shape, ranks: Any, *, by_first
 
     Raises `ConfigError` where they have, and this number of data ranks cannot share them.
     """
-    has_owners = num_shards(dataset) is not None and lanes.number > 1
+    has_owners = (num_shards(dataset) is not None or divides_rows(dataset)) and lanes.number > 1
     if ranks.size == 1:
         reads = Reads.ALL
     elif by_first or not has_owners:
@@ -50,7 +51,8 @@ def plan_of(lanes: Lanes, dataset: object, shape: Shape, ranks: Any, *, by_first
 
 
 def first_lanes(dataset: object, ranks: int, workers: int, asked: int | None) -> Lanes:
-    """The lanes of a run that begins; `asked`: in the JSON. A dataset without shards has one for each worker.
+    """The lanes of a run that begins; `asked`: in the JSON. A dataset without shards has one for each worker,
+    or for each rank where it divides its rows itself.
 
     Raises `ConfigError` for more lanes than shards.
     """
@@ -60,7 +62,7 @@ def first_lanes(dataset: object, ranks: int, workers: int, asked: int | None) ->
             say_once(
                 f"hf_dist.data_lanes {asked} has no effect: {type(dataset).__name__} has no shards that could be divided"
             )
-        return Lanes(max(workers, 1))
+        return Lanes(ranks if divides_rows(dataset) else max(workers, 1))
     if asked and asked > shards:
         raise ConfigError(
             Problem(

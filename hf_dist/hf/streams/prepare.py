@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.hf.streams.loader import StreamLoader
+from hf_dist.hf.streams.own_division import refuse_wrong_division
 from hf_dist.hf.streams.plan import first_lanes, plan_of
 from hf_dist.hf.streams.windows import Shape
 
@@ -65,10 +66,12 @@ def stream_loader(accelerator: Any, loader: Any, on_device: bool) -> StreamLoade
     size //= accelerator.num_processes if accelerator.split_batches else 1
     options: Mapping[str, Any] = {name: getattr(loader, name) for name in _OPTIONS.split()} | {"batch_size": size}
     ranks = MeshDataRanks(accelerator.mesh, accelerator.process_index, accelerator.num_processes)
+    by_first = accelerator.dispatch_batches
+    refuse_wrong_division(dataset, ranks.size, accelerator.mesh.world.size, size, by_first=by_first)
     trains = accelerator.stream_microbatches
     shape = Shape(trains or 1, size, fills=bool(trains) and not _has_length(dataset), drops=loader.drop_last)
     lanes = first_lanes(dataset, ranks.size, loader.num_workers, accelerator.dist_config.hf_dist.data_lanes)
-    plan = plan_of(lanes, dataset, shape, ranks, by_first=accelerator.dispatch_batches)
+    plan = plan_of(lanes, dataset, shape, ranks, by_first=by_first)
     device = accelerator.device if on_device else None
     locked = loader.pin_memory and getattr(device, "type", "") == "cuda"
     stream = StreamLoader(plan, dataset, device, accelerator.non_blocking or locked, options)
