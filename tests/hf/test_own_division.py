@@ -86,7 +86,7 @@ def run(ranks: int, batch: int, start: Any, stop: int, by_state: bool = False, *
 def test_a_chain_of_runs_has_the_rows_of_one_run(workers: int, by_state: bool) -> None:
     whole, _ = run(1, 4, None, -1)
     assert [len(step) for step in whole] == [STEP] * 15
-    for stops in ((2, 3, 4, -1), (5, 5, -1), (6, 4, -1)):  # in an epoch, at its end, behind the next
+    for stops in ((2, 3, 4, -1), (5, 5, -1), (6, 2, 3, -1)):  # in an epoch, at its end, behind the next
         steps: list[Any] = []
         start = None
         for stop, (ranks, batch) in zip(stops, itertools.cycle([(1, 12), (2, 3), (1, 4), (3, 2)])):

@@ -451,4 +451,18 @@ MUTANTS: list[Mutant] = [
         "part[ranks.size - 1 - ranks.rank :: ranks.size]",
         ("hf/test_stream_chains.py",),
     ),
+    Mutant(
+        "a dataset that divides its rows itself makes an epoch again that had ended at the save",
+        "hf/streams/own_division.py",
+        'return state if in_pass else {**state, "epoch": state["epoch"] + 1}',
+        "return state",
+        ("hf/test_own_division.py",),
+    ),
+    Mutant(
+        "the state of a dataset that divides its rows itself counts those of one rank",
+        "hf/streams/loader.py",
+        "state_behind(batches.dataset, self._place.sum, in_pass=True)",
+        "state_behind(batches.dataset, self._place.rows[0], in_pass=True)",
+        ("hf/test_own_division.py",),
+    ),
 ]
