@@ -29,7 +29,7 @@ _ADDRESS = 'Write "host:port", or "$NAME" and set that variable.'
 
 
 class RoleConfig(BaseModel):
-    """One role. The one with neither model nor functions is the trainer: it runs the script."""
+    """One role. The one that serves nothing, and is in no other job, is the trainer: it runs the script."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

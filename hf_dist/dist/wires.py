@@ -88,7 +88,9 @@ class SocketWire:
             return bool(waiting.select(seconds))
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection, also for a thread that waits at this end."""
+        with contextlib.suppress(OSError):  # the other end has closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

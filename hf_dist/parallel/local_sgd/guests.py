@@ -61,6 +61,11 @@ class Guest:
             self.inbox.clear()
             self._news.notify_all()
 
+    def close(self) -> None:
+        """End the links: a rank that still waits for an answer finds that there is none."""
+        for link in list(self._links.values()):
+            link.close()
+
     def answer(self, answers: Callable[[int], Message | None]) -> None:
         """Answer the call of every rank of it, `answers(rank)`; None ends the link. A rank that is gone is no error."""
         for rank in range(self.ranks):
@@ -91,7 +96,8 @@ class Guests:
             guest = Guest(number, ranks, session, self.news)
             before, self.by_number[number] = self.by_number.get(number), guest
         if before is not None:
-            before.lose("it came again")
+            before.lose("another job came with its number")
+            before.close()
         for rank in range(ranks):
             threading.Thread(
                 target=guest.listen, args=(rank, lambda rank=rank: connect(rank), self._completed),

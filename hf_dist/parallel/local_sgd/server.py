@@ -146,6 +146,7 @@ class ReplicaServer:
             return
         problem = next((text for _, _, text in everyone if text), "")
         if problem:
+            self._active.pop(guest.number, None)
             guest.answer(lambda rank: ({"error": problem}, []))
             return
         answers = getattr(self, f"_{turn['call']}")(guest, turn)

@@ -41,6 +41,10 @@ class _Link:
         """Of the server."""
         self.answers.put((dict(header), [t.clone() for t in tensors]))
 
+    def close(self) -> None:
+        """Of the server: whoever waits learns it."""
+        self.answers.put(({"closed": True}, []))
+
     def ask(self, call: str, *tensors: torch.Tensor, **header: Any) -> Any:
         """Of the replica."""
         self.calls.put(({"call": call, **header}, list(tensors)))
@@ -133,6 +137,17 @@ def test_another_model_is_refused_by_name() -> None:
         joined(server.come(0), 1.0)
         _, header, _ = joined(server.come(1), 1.0, shape=(4,))
         assert header["error"] == "w is (4,) in replica 1, (3,) here"
+        assert list(server.server._active) == [0], "it does not count"
+
+
+def test_one_that_waits_while_another_comes_with_its_number_is_told() -> None:
+    with running(2) as server:
+        first = server.come(0)
+        joined(first, 1.0)
+        second = server.come(0)
+        assert first.answers.get(timeout=30)[0] == {"closed": True}
+        assert joined(second, 9.0)[0] is False
+        assert server.server.log[-1] == ("join", 0, 1)
 
 
 def test_slower_replicas_make_fewer_steps_and_one_that_rests_does_not_count() -> None:
