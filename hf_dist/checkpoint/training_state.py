@@ -124,7 +124,11 @@ def whole_here(sharded: ShardedModel) -> bool:
     cut = any(sharded.mesh.axes.size(axis) > 1 for axis in ("pp", "tp", "ep"))
     return not cut and all(
         group.resting == (0, group.layout.numel)
-        or (group.is_replicated and all(dtype == group.dtype for dtype in group.loaded_dtypes))
+        or (
+            group.is_replicated
+            and not group.at_rest.arrives_rounded
+            and all(dtype == group.dtype for dtype in group.loaded_dtypes)
+        )
         for group in sharded.groups
     )
 

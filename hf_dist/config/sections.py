@@ -46,6 +46,9 @@ Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(values.needed(values.stage
 OptimizerScope = Annotated[Literal["shard", "all"], PlainValidator(values.choice("shard", "all"))]
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 Roles = Annotated[dict[str, Any], PlainValidator(plain_roles)]
+WireCodec = Annotated[Literal["int8", "int4", "fp8_e4m3"], PlainValidator(values.choice("int8", "int4", "fp8_e4m3"))]
+SecondCopy = Annotated[Literal["encoded", "whole"], PlainValidator(values.choice("encoded", "whole"))]
+Block = Annotated[int, PlainValidator(values.block)]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -195,6 +198,12 @@ class ZeroConfig(Frozen):
     """`zero_optimization.mics_shard_size`: at stage 3 or with `local_sgd`, ranks of one copy of all states; -1: all."""
     zero_hpz_partition_size: Count = 1
     """`zero_optimization.zero_hpz_partition_size`: at stage 3, ranks of a second copy of the weights; 1 is off."""
+    zero_quantized_weights: Flag = False
+    """`zero_optimization.zero_quantized_weights`: gathers of trained weights in int8; more: `hf_dist.wires.weights`."""
+    zero_quantized_nontrainable_weights: Flag = False
+    """`zero_optimization.zero_quantized_nontrainable_weights`: those of frozen weights; see `hf_dist.wires.frozen_weights`."""
+    zero_quantized_gradients: Flag = False
+    """`zero_optimization.zero_quantized_gradients`: reductions in int4; more: `hf_dist.wires.gradients`."""
 
 
 class AioConfig(Frozen):
@@ -332,6 +341,31 @@ class ProfileConfig(Frozen):
     """`hf_dist.profile.output_path`: folder of the files, from the working directory."""
 
 
+class WiresConfig(Frozen):
+    """The `hf_dist.wires` section: numbers that travel in fewer bits, with a scale for each block of elements."""
+
+    weights: WireCodec | None = None
+    """`hf_dist.wires.weights`: gathers of trained weights, "int8", "int4" or "fp8_e4m3"; None: in their dtype of use."""
+    frozen_weights: WireCodec | None = None
+    """`hf_dist.wires.frozen_weights`: gathers of frozen weights at stage 3, such as the base below adapters."""
+    second_copy: SecondCopy = "encoded"
+    """`hf_dist.wires.second_copy`: how encoded weights are kept for `zero_hpz_partition_size`: "encoded" or "whole"."""
+    gradients: WireCodec | None = None
+    """`hf_dist.wires.gradients`: reductions among the ranks of a shard; at stage 0 among all."""
+    copies: WireCodec | None = None
+    """`hf_dist.wires.copies`: between copies of a shard (`mics_shard_size`): gradients; weights with `optimizer_over` "all"."""
+    meetings: WireCodec | None = None
+    """`hf_dist.wires.meetings`: movements of replicas that train alone (`local_sgd`)."""
+    stages: WireCodec | None = None
+    """`hf_dist.wires.stages`: hidden states and their gradients between pipeline stages."""
+    block: Block = 256
+    """`hf_dist.wires.block`: elements that share a scale, a multiple of 64."""
+    error_feedback: Flag = False
+    """`hf_dist.wires.error_feedback`: whether a reduction adds what its last message has left out; 4 bytes an element."""
+    machine: CountOrAuto = "auto"
+    """`hf_dist.wires.machine`: ranks that add gradients up before machines do; "auto": those of a machine; 1: none."""
+
+
 class HfDistSection(Frozen):
     """The `hf_dist` section: keys of hf_dist itself, ignored by other readers of the file."""
 
@@ -355,6 +389,8 @@ class HfDistSection(Frozen):
     """`hf_dist.reduce_once_per_window`: at stages 2 and 3, whether gradients are reduced in the last microbatch only."""
     optimizer_over: OptimizerScope = "shard"
     """`hf_dist.optimizer_over`: "all" cuts optimizer state among copies of a shard (`mics_shard_size`), too; "shard": not."""
+    wires: WiresConfig = WiresConfig()
+    """`hf_dist.wires`: weights, gradients and hidden states that travel in fewer bits."""
     optimizer_in_backward: Flag = False
     """`hf_dist.optimizer_in_backward`: whether a unit is stepped as soon as its gradient is complete; excludes clipping."""
     stochastic_rounding: Flag = False

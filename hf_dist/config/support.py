@@ -39,13 +39,6 @@ _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
 _ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, never)
 
-# Alternatives that save as much with the same numbers.
-_WEIGHTS_TRAVEL = "weights are sent unquantized; to send less, use hf_dist.memory_budget or mics_shard_size"
-_GRADIENTS_TRAVEL = (
-    "gradients are sent unquantized; to send less, use communication_data_type, hf_dist.reduce_once_per_window "
-    "or mics_shard_size"
-)
-
 _TOP = {
     **rows("", "prescale_gradients", idle("the mean is the same in either order", is_off)),
     **rows("", "gradient_predivide_factor", idle("the mean is the same for every factor", is_any_of("1", "1.0"))),
@@ -167,10 +160,9 @@ _ZERO = {
     **rows(_Z, "legacy_stage1", refused("no longer exists", _REMOVE)),
     **rows(_Z, "round_robin_gradients memory_efficient_linear override_module_apply", _PERFORMANCE),
     **rows(_Z, "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks", _PERFORMANCE),
-    **rows(_Z, "zero_quantized_weights", idle(_WEIGHTS_TRAVEL, is_off)),
-    **rows(_Z, "zero_quantized_gradients", idle(_GRADIENTS_TRAVEL, is_off)),
-    **rows(_Z, "zero_quantized_nontrainable_weights", later(_REMOVE)),
-    **rows(_Z, "zeropp_loco_param", idle(_GRADIENTS_TRAVEL)),
+    **rows(
+        _Z, "zeropp_loco_param", idle("hf_dist.wires.error_feedback adds what a message has left out to the next one")
+    ),
     **rows(_Z, "mics_hierarchical_params_gather", _PERFORMANCE),
     **rows(_Z, "save_muon_momentum_buffer_in_memory", _OFFLOAD_DETAIL),
     **rows(_Z, "grad_hooks", _PERFORMANCE),
@@ -328,7 +320,7 @@ _FLAGS = (
     *("contiguous_gradients", "reduce_scatter", "allgather_partitions", "round_robin_gradients", "grad_hooks"),
     *("use_multi_rank_bucket_allreduce", "load_from_fp32_weights", "elastic_checkpoint", "memory_efficient_linear"),
     *("stage3_gather_16bit_weights_on_model_save", "stage3_use_all_reduce_for_fetch_params"),
-    *("stage3_allgather_sequential", "zero_quantized_weights", "zero_quantized_gradients", "find_unused_parameters"),
+    *("stage3_allgather_sequential", "find_unused_parameters"),
     *("mics_hierarchical_params_gather", "override_module_apply", "pipeline_loading_checkpoint"),
     *("log_trace_cache_warnings", "enable_sanity_checks", "cpu_offload_use_pin_memory"),
 )

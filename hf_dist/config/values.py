@@ -162,6 +162,15 @@ def flag(value: object) -> bool:
     raise BadValue("is not true or false")
 
 
+@accepts.taking({**accepts.whole_number(64), "multipleOf": 64}, "a multiple of 64, at least 64")
+def block(value: object) -> int:
+    """Number of elements that share a scale."""
+    number = whole()(value)
+    if number < 64 or number % 64:
+        raise BadValue("is not a multiple of 64, at least 64")
+    return number
+
+
 def choice(*names: str) -> Coerce:
     """One of `names`, in any letter case."""
 

@@ -116,33 +116,34 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 @in_range
-def all_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
+def all_gather(axis: MeshAxis, full: torch.Tensor, *, reduces: bool = False) -> Handle:
     """Fill `full` (1-D, `axis.size` equal parts) in place; each rank's own part must already be in its position.
 
-    Collective over `axis`. Sends (size - 1) parts per rank.
+    Collective over `axis`. `reduces`: a part of a reduction, in the order of reductions. Sends (size - 1) parts per rank.
     """
+    group = axis.reduce_group if reduces else axis.group
     # One rank: nothing to send, and the caller's buffer is the result. So one process runs the same code as many.
-    if axis.group is None:
+    if group is None:
         return Handle([])
     part = full.numel() // axis.size
     count("all_gather", axis, (axis.size - 1) * part * full.element_size())
     # In place, which NCCL allows where the input is the rank's own part of the output: no second buffer.
     own = full.narrow(0, axis.rank * part, part)
-    if not _is_gloo(axis.group):
-        return Handle([_all_gather(full, own, group=axis.group, async_op=True)])
+    if not _is_gloo(group):
+        return Handle([_all_gather(full, own, group=group, async_op=True)])
     if full.is_cuda:
-        return _through_host(full, lambda host: _exchange_gather(axis, host).wait())
-    return _exchange_gather(axis, full)
+        return _through_host(full, lambda host: _exchange_gather(axis, host, group).wait())
+    return _exchange_gather(axis, full, group)
 
 
-def _exchange_gather(axis: MeshAxis, full: torch.Tensor) -> Handle:
+def _exchange_gather(axis: MeshAxis, full: torch.Tensor, group: dist.ProcessGroup) -> Handle:
     parts = list(full.chunk(axis.size)) if full.numel() else [full] * axis.size
     works: list[Any] = []
     # Straight into the places of the result. Each rank begins with another peer, so that no rank gets everything at once.
     for step in range(1, axis.size):
         to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        works.append(dist.irecv(parts[source], group=axis.group, group_src=source))
-        works.append(dist.isend(parts[axis.rank], group=axis.group, group_dst=to))
+        works.append(dist.irecv(parts[source], group=group, group_src=source))
+        works.append(dist.isend(parts[axis.rank], group=group, group_dst=to))
     return Handle(works, lease=axis.lease)
 
 
@@ -275,13 +276,21 @@ def _exchange_whole(axis: MeshAxis, tensor: torch.Tensor, op: str) -> Handle:
 
 
 @in_range
-def all_to_all(axis: MeshAxis, rows: torch.Tensor, out: torch.Tensor, sent: list[int], received: list[int]) -> Handle:
+def all_to_all(
+    axis: MeshAxis,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    *,
+    reduces: bool = False,
+) -> Handle:
     """Exchange rows (first dimension): `sent[r]` rows of `rows` go to rank r, `received[r]` rows from it arrive in `out`.
 
     Both tensors are contiguous, in rank order; counts may differ and be zero. Collective over `axis`. Sends the rows for
-    other ranks. Leave `rows` untouched until `wait()`.
+    other ranks. Leave `rows` untouched until `wait()`. `reduces`: a part of a reduction, in the order of reductions.
     """
-    group = axis.group
+    group = axis.reduce_group if reduces else axis.group
     if group is None:
         out.copy_(rows)
         return Handle([])

@@ -19,7 +19,7 @@ from hf_dist.dist.axes import Axes
 from hf_dist.dist.groups import FAKE, GroupLease, GroupMaker, MeshAxis, leave_in_order
 from hf_dist.dist.launch import Launch, detect_launch
 from hf_dist.dist.rendezvous import DEFAULT_TIMEOUT, job_store, own_address, prepare_start, release_port
-from hf_dist.errors import TopologyError
+from hf_dist.errors import Problem, TopologyError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -158,6 +158,36 @@ class ParallelMesh:
         rows = [line[start : start + size] for line in lines for start in range(0, len(line), size)]
         name = "neighbours" if along == "shard" else f"{size} neighbours on {along}"
         return self.groups.connected(name, rows)
+
+    def hops(self, size: int = 0, along: str = "shard") -> tuple[MeshAxis, MeshAxis] | None:
+        """(this rank's block of adjacent ranks `along` a view, ranks of this place in every block): two hops for reductions.
+
+        `size`: ranks of a block; 0: those of a machine, if every machine of the line has as many. None if a block is one rank
+        or the whole line. Collective over world. Raises `TopologyError` if the line is not a whole number of blocks."""
+        lines = self.axes.lines(along)
+        length = len(lines[0])
+        size = size or self._adjacent_on_a_machine(lines)
+        if not 1 < size < length:
+            return None
+        if length % size:
+            fix = f"Use a number that divides {length}, or 1 for one hop."
+            raise TopologyError(
+                Problem("hf_dist.wires.machine", str(size), f"does not divide the {length} ranks of a shard", fix)
+            )
+        blocks = [line[start : start + size] for line in lines for start in range(0, length, size)]
+        across = [line[place::size] for line in lines for place in range(size)]
+        return self.groups.connected(f"machine on {along}", blocks), self.groups.connected(
+            f"machines on {along}", across
+        )
+
+    def _adjacent_on_a_machine(self, lines: Sequence[Sequence[int]]) -> int:
+        """How many adjacent ranks of a line share a machine, if that is the same number everywhere; else 0."""
+        if not self.hosts:
+            return 0
+        runs = {
+            len(list(run)) for line in lines for _, run in itertools.groupby(line, key=lambda rank: self.hosts[rank])
+        }
+        return runs.pop() if len(runs) == 1 else 0
 
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks at pipeline coordinates `stages` on this rank's pipeline; for weights that several stages hold.

@@ -14,7 +14,6 @@ import torch
 
 from hf_dist.memory.offload.host import host_zeros
 from hf_dist.optim.fragment import Fragment, Used
-from hf_dist.sharding.layout import ALIGNMENT
 
 _STEP = "step"
 """Key of Adam's only state that is not element-wise: the step counter, a 0-D tensor."""
@@ -40,10 +39,15 @@ class Run:
     def takes(self, f: Fragment, state: dict[str, Any]) -> bool:
         """Add `f` to the run if it is the next fragment; returns whether it was.
 
-        Fewer than `ALIGNMENT` elements separate two parameters of a flat buffer, all zero: stepping them changes nothing.
+        Fewer than `FlatLayout.alignment` elements, all zero, separate two parameters of a flat buffer: to step them changes
+        nothing.
         """
         first, began = self.first, self._states[0]
-        near = f.group is first.group and 0 <= f.start - self.stop < ALIGNMENT and state.keys() == began.keys()
+        near = (
+            f.group is first.group
+            and 0 <= f.start - self.stop < f.group.layout.alignment
+            and state.keys() == began.keys()
+        )
         if not near or _STEP not in state or not torch.equal(state[_STEP], began[_STEP]):
             return False
         for key, value in state.items():

@@ -137,7 +137,9 @@ class States:
                 dtype = precision.compute_dtype(name, first.dtype)
                 apart = ep if name in slices else 1
                 held = [(n, slices.get(n) or held_slice(p)) for n, p in together]
-                layout = FlatLayout.pack(held, num_shards // apart, pieces if first.requires_grad else 1)
+                layout = FlatLayout.pack(
+                    held, num_shards // apart, pieces if first.requires_grad else 1, placements.wires.alignment
+                )
                 at_rest = plan_at_rest(
                     layout,
                     rank // apart * layout.pieces,

@@ -15,6 +15,7 @@ from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.wires import WHOLE, GroupWires, is_usual
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,18 @@ class GroupAtRest:
     """This rank's part of a second copy of the weights."""
     awaiting: TensorAtRest | None = None
     """The gradient of a shard of which the optimizer reads a piece: from a backward to the end of the window."""
+    wires: GroupWires = WHOLE
+    """In which codecs its messages travel."""
 
     @property
     def is_cut(self) -> bool:
         """Whether the masters are a piece of a shard, which other copies hold the rest of."""
         return self.awaiting is not None
+
+    @property
+    def arrives_rounded(self) -> bool:
+        """Whether the full weights are what arrives of encoded messages, so that masters are never a part of them."""
+        return self.wires.weights is not None or (self.is_cut and self.wires.copies is not None)
 
 
 def plan_at_rest(
@@ -88,16 +96,27 @@ def plan_at_rest(
     numel, held = interval[1] - interval[0], gathered[1] - gathered[0]
     cut = layout.pieces > 1
     rests_sharded = placements.params is Placement.SHARD
+    several = layout.num_shards > 1
+    wires = placements.wires.of_group(
+        trainable=trainable,
+        gathers=several and (rests_sharded or (trainable and sharded)),
+        reduces=several,
+        usual=is_usual(dtype, precision.compute),
+    )
     second = None
     if rests_sharded and 1 < placements.second < layout.num_shards:
         second = TensorAtRest(Tier.DEVICE, layout.numel // placements.second, dtype)
+        if wires.second and wires.weights is not None:
+            rows = layout.num_shards // placements.second
+            second = replace(second, numel=rows * wires.weights.nbytes(layout.shard_numel), dtype=torch.uint8)
     tier = storage.optim_tier(numel) if trainable else Tier.DEVICE
     params_tier = storage.params_tier(held) if rests_sharded else Tier.DEVICE
     stepped = precision.master_dtype(dtype)
     wide = stepped if trainable else frozen
     here = tier is Tier.DEVICE and params_tier is Tier.DEVICE
     whole = not rests_sharded or (spread and layout.num_shards == 1 and here and dtype == wide)
-    separate = not whole or rounded or (trainable and not cut and tier is Tier.DEVICE and dtype != stepped)
+    rounds = wires.weights is not None or (cut and wires.copies is not None)  # see `arrives_rounded`
+    separate = not whole or rounded or rounds or (trainable and not cut and tier is Tier.DEVICE and dtype != stepped)
     shard = master = None
     if cut:  # what the gathers read has other copies' pieces in it, which no masters here could serve
         master = TensorAtRest(tier, numel, wide)
@@ -112,4 +131,4 @@ def plan_at_rest(
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
     gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, precision.grads)
     awaiting = replace(gradient, numel=held) if cut else None
-    return GroupAtRest(interval, gathered, whole, separate, shard, master, gradient, second, awaiting)
+    return GroupAtRest(interval, gathered, whole, separate, shard, master, gradient, second, awaiting, wires)

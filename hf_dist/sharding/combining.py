@@ -10,6 +10,7 @@ from hf_dist.dist import collectives
 from hf_dist.memory.offload.host import sent
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.group_axes import Combination
+from hf_dist.sharding.messages import mean
 
 __all__ = ["combine", "combine_together"]
 
@@ -19,10 +20,13 @@ def combine(group: FlatGroup, row: Combination) -> collectives.Handle:
 
     Between pipeline stages, the ranks also exchange which parameters had a gradient.
     """
+    wire, link = group.messages.get("copies") if row.between_copies else None, group.rest.storage.link
     if row.operation == "scatter":
         assert group.awaiting is not None, "masters are cut among the copies"
-        return group.awaiting.scatter(row.axis, group.gradient, row.axis is group.axes.outer[-1])
+        return group.awaiting.scatter(row.axis, group.gradient, row.axis is group.axes.outer[-1], wire, link)
     values = group.gradient.on_device()
+    if wire is not None:
+        return collectives.Handle([mean(row.axis, values, wire, link)], lambda: group.gradient.replace(values))
     handles = [collectives.all_reduce(row.axis, values, row.operation)]
     if not row.between_stages:
         return collectives.Handle(handles, lambda: group.gradient.replace(values))

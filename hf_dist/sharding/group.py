@@ -28,6 +28,7 @@ from hf_dist.sharding.guard import guard, release, set_owner, unguard
 from hf_dist.sharding.hpz import second_copy
 from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, copy_overlap, lazy_source, read_overlap
+from hf_dist.sharding.messages import mean, messages_of, scattered_mean
 from hf_dist.sharding.param_slice import held_slice
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
@@ -69,7 +70,8 @@ class FlatGroup:
         self.axes = axes if self.trainable else axes.of_frozen
         self.dtype = precision.compute_dtype(params[0][0], self.params[0].dtype)
         self.loaded_dtypes = [p.dtype for p in self.params]
-        self.layout = FlatLayout.pack([(n, held_slice(p)) for n, p in params], axes.shard.size, self.axes.pieces)
+        parts = [(n, held_slice(p)) for n, p in params]
+        self.layout = FlatLayout.pack(parts, axes.shard.size, self.axes.pieces, placements.wires.alignment)
         # What gradients travel in. One rank sends nothing, and keeps the wider dtype.
         wire = precision.wire(axes.shard.size)
         self.window = WindowGradient(
@@ -135,6 +137,8 @@ class FlatGroup:
         self.full = FullWeights(self.params, layout, values, writable=self.dtype.is_floating_point)
         states = states_of(plan, values, storage, self.precision.grads)
         self.rest = RestingWeights(plan, states, second_copy(plan, self.axes.second, device), storage, self.axes.outer)
+        self.messages = messages_of(plan.wires, self.axes, self.placements.wires.feedback)
+        """Reductions in a wire codec, by name."""
         self.gradient = states.gradient
         self.awaiting = states.awaiting
         with opened(self.master, changed=True) as masters:
@@ -142,10 +146,12 @@ class FlatGroup:
             self.rest.changed()
             self.rest.deliver(masters)
         self.rest.storage.link.wait_device()
-        if streamed or not self.is_replicated:
+        in_parts = streamed or plan.arrives_rounded
+        if in_parts or not self.is_replicated:
             self.rest.spread()
-        # From files each rank has read a part; weights in memory were copied whole above, without a collective.
-        if streamed and self.is_replicated:
+        # From files each rank has read a part; weights in memory were copied whole above, without a collective. Encoded ones
+        # are those that arrive, before the first step as well.
+        if self.is_replicated and in_parts:
             self._gather_streamed()
         self.reshard()  # first: where weights rest sharded, the buffer was never filled, and no second copy is kept of it
         self.full.version = self.rest.version
@@ -168,7 +174,7 @@ class FlatGroup:
             p.data = view
 
     def _gather_streamed(self) -> None:
-        """All-gather replicated states, of which each rank has read only its own part. Collective over `axes.shard`."""
+        """All-gather replicated states, of which each rank has read or encoded its own part. Collective over `axes.shard`."""
         if self.resting == (0, self.layout.numel):  # gather `source`, so that masters keep all bits of an fp32 file
             collectives.all_gather(self.axes.shard, self.source).wait()
         self.full.outdate()
@@ -375,13 +381,14 @@ class FlatGroup:
         """
         full = self.window.take()
         # Stage 0: every rank steps everything, so every rank needs all of the gradient.
+        wire = self.messages.get("gradients")
         if self.placements.optim is not Placement.SHARD:
-            handle, out = collectives.all_reduce(self.axes.shard, full), full
+            handle, out = mean(self.axes.shard, full, wire, self.rest.storage.link), full
         elif self.axes.shard.size == 1:
             handle, out = collectives.Handle([]), full
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
-            handle = collectives.reduce_scatter(self.axes.shard, full, out)
+            handle = scattered_mean(self.axes.shard, full, out, wire, self.rest.storage.link)
         into = self.gradient if self.awaiting is None else self.awaiting
         return collectives.Handle([handle], lambda: into.add(out))
 

@@ -69,6 +69,11 @@ class Combination:
     between_stages: bool = False
     """Whether its ranks are pipeline stages, which must also exchange which parameters had a gradient."""
 
+    @property
+    def between_copies(self) -> bool:
+        """Whether its messages are those of `Wires.copies`: copies of a shard, on other machines."""
+        return self.axis.name == "dp_replicate"
+
 
 @dataclass(frozen=True, eq=False)
 class GroupAxes:
@@ -86,6 +91,8 @@ class GroupAxes:
     """Further divisor of the mean over `shard`."""
     second: MeshAxis | None = None
     """Neighbours on `shard` that together keep a second copy of the weights; None without a second copy."""
+    hops: tuple[MeshAxis, MeshAxis] | None = None
+    """(ranks of a machine on `shard`, ranks of this place in every machine), for encoded reductions in two hops."""
 
     @property
     def is_alone(self) -> bool:
@@ -158,17 +165,19 @@ def axes_by_name(
     cuts: Mapping[str, str] | None = None,
     second: MeshAxis | None = None,
     over_copies: Placement = Placement.REPLICATE,
+    hops: tuple[MeshAxis, MeshAxis] | None = None,
 ) -> Callable[[str], GroupAxes]:
     """A function from parameter name to its axes. Parameters that may share a group get the same object.
 
     `copies`: further combinations, by name, for copies of a parameter on ranks whose other weights differ; `cuts`: the axis,
     by name, that a parameter is cut along; `second`: ranks that together keep a second copy of what is sharded over `shard`;
-    `over_copies`: `StatePlacements.copies`.
+    `over_copies`: `StatePlacements.copies`; `hops`: `GroupAxes.hops` of what is sharded over `shard`.
     """
     copies, cuts = copies or {}, cuts or {}
     scatters = over_copies is Placement.SHARD
     further = [Combination(mesh.views[name], "scatter" if scatters else operation) for name, operation in DENSE]
-    dense = _row(mesh, second, further)
+    near = (second, hops)
+    dense = _row(mesh, near, further)
     rows: dict[object, GroupAxes] = {}
     own: dict[str, GroupAxes] = {}
     for name in {**copies, **cuts}:
@@ -176,19 +185,23 @@ def axes_by_name(
         key = (along, *((id(c.axis), c.operation) for c in more))
         if key not in rows:
             then = [*further, *more]
-            rows[key] = _cut_row(mesh, second, along, then) if along else _row(mesh, second, then)
+            rows[key] = _cut_row(mesh, near, along, then) if along else _row(mesh, near, then)
         own[name] = rows[key]
     return lambda name: own.get(name, dense)
 
 
-def _row(mesh: ParallelMesh, second: MeshAxis | None, then: Sequence[Combination]) -> GroupAxes:
-    row = GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=second)
+Near = tuple[MeshAxis | None, tuple[MeshAxis, MeshAxis] | None]
+"""`GroupAxes.second` and `GroupAxes.hops`."""
+
+
+def _row(mesh: ParallelMesh, near: Near, then: Sequence[Combination]) -> GroupAxes:
+    row = GroupAxes(mesh.shard, tuple(c for c in then if c.axis.size > 1), second=near[0], hops=near[1])
     return replace(row, whole=mesh.dp) if row.outer else row
 
 
-def _cut_row(mesh: ParallelMesh, second: MeshAxis | None, along: str, then: Sequence[Combination]) -> GroupAxes:
+def _cut_row(mesh: ParallelMesh, near: Near, along: str, then: Sequence[Combination]) -> GroupAxes:
     cut, parts = CUTS[along], mesh.views[along]
     divisor = parts.size if cut.added_up else 1
-    row = _row(mesh, second if cut.shard == "shard" else None, then)
+    row = _row(mesh, near if cut.shard == "shard" else (None, None), then)
     whole = row.whole or mesh.views[cut.whole]
     return replace(row, shard=mesh.views[cut.shard], parts=parts, whole=whole, divisor=divisor)

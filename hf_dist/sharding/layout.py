@@ -65,22 +65,29 @@ class FlatLayout:
     """Elements of one shard, padding included."""
     pieces: int = 1
     """Equal pieces of each shard."""
+    alignment: int = ALIGNMENT
+    """Elements of which every offset and length is a multiple."""
 
     @classmethod
     def pack(
-        cls, parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]], num_shards: int, pieces: int = 1
+        cls,
+        parts: Iterable[tuple[str, TensorSlice | tuple[int, ...]]],
+        num_shards: int,
+        pieces: int = 1,
+        alignment: int = ALIGNMENT,
     ) -> FlatLayout:
-        """Lay out parameters in the given order; padding is less than 64 elements per slot and per piece.
+        """Lay out parameters in the given order; padding is less than `alignment` elements per slot and per piece.
 
         `parts`: (name, slice kept of the parameter); a plain shape means all of it.
         """
         slots: list[ParamSlot] = []
         end = 0
         for name, part in parts:
-            slot = ParamSlot(name, TensorSlice.of(part), _align(end))
+            slot = ParamSlot(name, TensorSlice.of(part), _align(end, alignment))
             slots.append(slot)
             end = slot.stop
-        return cls(tuple(slots), num_shards, pieces * _align(-(-end // (num_shards * pieces))), pieces)
+        piece = _align(-(-end // (num_shards * pieces)), alignment)
+        return cls(tuple(slots), num_shards, pieces * piece, pieces, alignment)
 
     @property
     def numel(self) -> int:
@@ -123,5 +130,5 @@ class FlatLayout:
             yield end, self.numel
 
 
-def _align(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _align(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment

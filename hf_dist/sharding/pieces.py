@@ -13,17 +13,21 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_dist.dist import collectives
+from hf_dist.dist import coded, collectives
+from hf_dist.dist.coded import Wire
 from hf_dist.dist.mesh import MeshAxis
-from hf_dist.memory.offload.host import Gradient
+from hf_dist.memory.offload.host import Gradient, HostLink
+from hf_dist.sharding.messages import scattered_mean
+from hf_dist.tensors.codecs import Codec
 
 __all__ = ["ShardGradient", "gather_pieces"]
 
 
-def gather_pieces(shard: torch.Tensor, outer: Sequence[MeshAxis]) -> collectives.Handle:
+def gather_pieces(shard: torch.Tensor, outer: Sequence[MeshAxis], codec: Codec | None = None) -> collectives.Handle:
     """Start to fill `shard` (1-D, all pieces in order) with the other copies' pieces; this rank's own is in its place.
 
-    Collective over the axes of `outer` (`GroupAxes.outer`), the last of which cuts finest.
+    Collective over the axes of `outer` (`GroupAxes.outer`), the last of which cuts finest. `codec`: of pieces between copies
+    on other machines (`dp_replicate`); the own one is then replaced by what the others get.
     """
     handle = collectives.Handle([])
     for k in reversed(range(len(outer))):
@@ -31,7 +35,11 @@ def gather_pieces(shard: torch.Tensor, outer: Sequence[MeshAxis]) -> collectives
         part = shard
         for axis in outer[:k]:
             part = part.chunk(axis.size)[axis.rank] if part.numel() else part
-        handle = collectives.all_gather(outer[k], part)
+        if codec is not None and outer[k].name == "dp_replicate":
+            own = part.chunk(outer[k].size)[outer[k].rank] if part.numel() else part
+            handle = coded.all_gather(outer[k], own, part, codec)
+        else:
+            handle = collectives.all_gather(outer[k], part)
     return handle
 
 
@@ -57,7 +65,9 @@ class ShardGradient:
         """Add a mean over the shard's ranks. Local."""
         self._sum.add(reduced)
 
-    def scatter(self, axis: MeshAxis, gradient: Gradient, is_last: bool) -> collectives.Handle:
+    def scatter(
+        self, axis: MeshAxis, gradient: Gradient, is_last: bool, wire: Wire | None, link: HostLink
+    ) -> collectives.Handle:
         """Start to average over `axis`, of which this rank keeps its piece; it is added to `gradient` after the last axis.
 
         Collective over `axis`. Afterwards the next window's sum may begin.
@@ -68,7 +78,7 @@ class ShardGradient:
         else:
             values, self._part = self._part, None
         out = values.new_empty(values.numel() // axis.size)
-        handle = collectives.reduce_scatter(axis, values, out)
+        handle = scattered_mean(axis, values, out, wire, link)
 
         def finish() -> None:
             if is_last:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
 from hf_dist.config import DistConfig
+from hf_dist.sharding.wires import NOTHING_ENCODED, Wires, wires_for
 
 
 class Placement(Enum):
@@ -59,6 +60,8 @@ class StatePlacements:
     """`optim` among the copies of what is sharded: each has all of a shard's masters and optimizer state, or a piece."""
     second: int = 1
     """Number of neighbouring ranks that together keep a second copy of sharded weights; 1 for none."""
+    wires: Wires = NOTHING_ENCODED
+    """In which codec each kind of message travels."""
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -84,7 +87,7 @@ def placements_for(config: DistConfig) -> StatePlacements:
     """
     zero = config.zero_optimization
     over_copies = ZERO_STAGES[OVER_COPIES[config.hf_dist.optimizer_over]]
-    placements = replace(ZERO_STAGES[zero.stage], copies=over_copies.optim)
+    placements = replace(ZERO_STAGES[zero.stage], copies=over_copies.optim, wires=wires_for(config))
     if placements.params is Placement.SHARD:
         placements = replace(placements, second=zero.zero_hpz_partition_size)
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:

@@ -5,7 +5,7 @@ Two tensors may hold the same weights, so each has a version, which is that of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from hf_dist.sharding.at_rest import GroupAtRest
 from hf_dist.sharding.hpz import SecondCopy
 from hf_dist.sharding.pieces import gather_pieces
 from hf_dist.sharding.states import States
+from hf_dist.tensors.codecs import Codec
 
 
 class RestingWeights:
@@ -74,15 +75,24 @@ class RestingWeights:
         """Copy the elements of `full` (1D, the whole group) that differ into the masters. Local."""
         start, stop = self.plan.interval
         with opened(self.master, changed=True) as masters:
-            new = full[start:stop].to(masters.device)
-            # Only changed elements: the others keep the low bits that the compute dtype cannot hold.
-            torch.where(new == masters.to(new.dtype), masters, new.to(masters.dtype), out=masters)
+            _take_changed(full[start:stop], masters, lambda values: self.rounded(self._spread_of(values)))
         self.changed()
         if self.plan.is_cut:  # other copies' pieces too, so that nothing is to be sent
             if self.plan.separate:
                 with opened(self.shard, changed=True) as shard:
-                    shard.copy_(full[slice(*self.plan.gathered)])
+                    _take_changed(full[slice(*self.plan.gathered)], shard, self.rounded)
             self._shard_version = self.version
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """What the gathers deliver of `values` (1-D, whole blocks, in the dtype of use). Local."""
+        codec = self.plan.wires.weights
+        return values if codec is None else codec.rounded(values)
+
+    def _spread_of(self, values: torch.Tensor) -> torch.Tensor:
+        """What other copies get of this rank's piece. Local."""
+        codec = self.plan.wires.copies
+        crosses = self.plan.is_cut and any(axis.name == "dp_replicate" for axis in self._outer)
+        return codec.rounded(values) if codec is not None and crosses else values
 
     def write_back(self) -> None:
         """Copy the masters into the gather's input, if they were written. Local.
@@ -118,13 +128,15 @@ class RestingWeights:
         self.arrive()
         shard, link = self.shard.get(), self.storage.link
         if shard.device == link.device:
-            self._spreading = gather_pieces(shard, self._outer)
+            self._spreading = gather_pieces(shard, self._outer, self.plan.wires.copies)
             return
         # Pieces travel between devices: the shard is there until it is whole.
         values = torch.empty(shard.numel(), dtype=shard.dtype, device=link.device)
         link.deliver(self.own(values), self.master.elements if self.master.tier is Tier.DEVICE else self.own(shard))
         link.wait_device()
-        self._spreading = collectives.Handle([gather_pieces(values, self._outer)], lambda: link.deliver(shard, values))
+        self._spreading = collectives.Handle(
+            [gather_pieces(values, self._outer, self.plan.wires.copies)], lambda: link.deliver(shard, values)
+        )
 
     def arrive(self) -> None:
         """Wait for the pieces of the other copies. Local."""
@@ -149,7 +161,9 @@ class RestingWeights:
 
     def _fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         if self.second is not None and self.second.holds:
-            return self.second.gather(full)
+            return self.second.gather(full, axis.size)
+        if self.plan.wires.weights is not None:
+            return self._fill_encoded(full, axis, self.plan.wires.weights)
         if not self.plan.separate:
             return self._all_gather(full, axis)  # in place: this rank's part rests inside of `full`
         start, stop = self.plan.gathered
@@ -160,6 +174,25 @@ class RestingWeights:
         # Not before the copy has read it: the host memory goes back to a pool, and the next user would overwrite it.
         self.shard.release(after=arrival)
         return collectives.Handle([gather, *arrival])
+
+    def _fill_encoded(self, full: torch.Tensor, axis: MeshAxis, codec: Codec) -> collectives.Handle:
+        assert self.plan.separate, "masters that are a part of the full weights would be rounded"
+        values = self.shard.get()
+        part = self.plan.gathered[1] - self.plan.gathered[0]
+        # Here, not beside: the computation's stream reads it at the end, and its memory then goes back to that stream.
+        wire = torch.empty(axis.size, codec.nbytes(part), dtype=torch.uint8, device=full.device)
+        with self.storage.link.beside(values) as arrival:
+            own = values.to(device=full.device, dtype=full.dtype, non_blocking=True)
+            codec.encode(own.view(1, -1), wire[axis.rank : axis.rank + 1])
+            gather = collectives.all_gather(axis, wire.view(-1))
+        self.shard.release(after=arrival)
+
+        def finish() -> None:
+            codec.decode(wire, full.view(axis.size, -1))
+            if self.second is not None:
+                self.second.arrived(wire.view(-1))
+
+        return collectives.Handle([gather, *arrival], finish)
 
     def _all_gather(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         if self.plan.gathered == (0, full.numel()):  # one rank, or a group that is not divided: no collective at all
@@ -174,4 +207,11 @@ class RestingWeights:
     def forget_second(self) -> None:
         """The next gather reads the shards. At the same moments on all ranks. Local."""
         if self.second is not None:
-            self.second.holds = False
+            self.second.forget()
+
+
+def _take_changed(new: torch.Tensor, into: torch.Tensor, arrives: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Copy the elements of `new` that differ from what `arrives` of `into` (both 1-D). Local."""
+    new = new.to(into.device)
+    # Only changed elements: the others keep the low bits that the compute dtype, or the codec, cannot hold.
+    torch.where(new == arrives(into.to(new.dtype)), into, new.to(into.dtype), out=into)

@@ -67,7 +67,8 @@ class ShardedModel:
         more = {name: list(rows) for name, rows in (sliced.copies if sliced else {}).items()}
         for name, axis in holders.items():
             more.setdefault(name, []).append(held_between_stages(axis))
-        axes = axes_by_name(mesh, more, cuts, second, placements.copies)
+        hops = mesh.hops(placements.wires.machine) if placements.wires.gradients is not None else None
+        axes = axes_by_name(mesh, more, cuts, second, placements.copies, hops)
         self.units = build_units(model, placements, mesh, precision, self.storage, leaf_modules, axes, sliced)
         self.groups = [group for unit in self.units for group in unit.groups]
         """All of them, unit by unit."""

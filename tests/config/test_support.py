@@ -69,6 +69,9 @@ OURS = {
             *("stochastic_rounding", "log_measurements"),
             "roles",
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
+            "wires",
+            *(f"wires.{key}" for key in ("weights", "frozen_weights", "second_copy", "gradients", "copies")),
+            *(f"wires.{key}" for key in ("meetings", "stages", "block", "error_feedback", "machine")),
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),
@@ -128,6 +131,7 @@ def test_rows_agree_with_what_the_schema_recommends() -> None:
         "data_efficiency.data_sampling",
         *ABBREVIATED["curriculum_learning"],
         *ABBREVIATED["progressive_layer_drop"],
+        "zero_optimization.zero_quantized_nontrainable_weights",
     }
     assert [(key, what) for key, what in wrong if key not in served] == [
         ("optimizer.params.amsgrad", "is rejected by the schema"),  # refused unless torch_adam, see params.py

@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "what a user writes reaches only this copy's piece of a shard",
         "sharding/resting_weights.py",
-        "                    shard.copy_(full[slice(*self.plan.gathered)])\n",
-        "                    self.own(shard).copy_(full[slice(*self.plan.interval)])\n",
+        "                    _take_changed(full[slice(*self.plan.gathered)], shard, self.rounded)\n",
+        "                    _take_changed(full[slice(*self.plan.interval)], self.own(shard), self.rounded)\n",
         ("sharding/test_optimizer_over.py",),
     ),
     Mutant(

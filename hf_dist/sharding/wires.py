@@ -1,0 +1,105 @@
+"""In which codec the messages of a run travel: a column of the placement table, one entry a kind of message.
+
+    weights      gathers of the shards' ranks: a parameter is rounded in its dtype of use, the masters never see it
+    gradients    reductions of the shards' ranks (at stage 0: of all)
+    copies       between copies of a shard (HSDP): gradients, and weights if the optimizer is sharded over all copies
+    meetings     movements of replicas that train alone (`local_sgd`)
+    stages       hidden states and their gradients between pipeline stages
+
+An axis of one rank sends nothing, so nothing is rounded there. Blocks begin at parameters, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_dist.config import DistConfig
+from hf_dist.sharding.layout import ALIGNMENT
+from hf_dist.tensors.codecs import Codec, codec_of
+
+__all__ = ["NOTHING_ENCODED", "WHOLE", "GroupWires", "Wires", "is_usual", "wires_for"]
+
+
+@dataclass(frozen=True)
+class GroupWires:
+    """The codecs of one flat group on one rank; None: numbers are sent as they are."""
+
+    weights: Codec | None = None
+    gradients: Codec | None = None
+    copies: Codec | None = None
+    second: bool = False
+    """Whether a second copy of the weights is kept as it arrived, encoded."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The codecs of a run, by kind of message; None: numbers are sent as they are."""
+
+    weights: Codec | None = None
+    frozen: Codec | None = None
+    """Of gathers of weights that are not trained."""
+    gradients: Codec | None = None
+    copies: Codec | None = None
+    meetings: Codec | None = None
+    stages: Codec | None = None
+    second: bool = True
+    """Whether a second copy of encoded weights (`zero_hpz_partition_size`) is kept encoded."""
+    feedback: bool = False
+    """Whether a reduction adds what its last message has left out."""
+    machine: int = 0
+    """Adjacent ranks that add up gradients among themselves before others; 0: those of a machine."""
+
+    @property
+    def alignment(self) -> int:
+        """Multiple of elements at which parameters and shards begin, so that no block has elements of two."""
+        of_groups = (self.weights, self.frozen, self.gradients, self.copies)
+        return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])
+
+    def of_group(self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool) -> GroupWires:
+        """What holds for one group. `gathers`: several ranks gather its weights; `reduces`: several ranks reduce its gradient;
+        `usual`: it computes in the dtype of the run, not in one that the model's author asks for, or packed."""
+        if not usual:
+            return WHOLE
+        gathered = (self.weights if trainable else self.frozen) if gathers else None
+        return GroupWires(
+            weights=gathered,
+            gradients=self.gradients if trainable and reduces else None,
+            copies=self.copies if trainable else None,
+            second=self.second and gathered is not None,
+        )
+
+
+WHOLE = GroupWires()
+"""Nothing is encoded."""
+
+
+NOTHING_ENCODED = Wires()
+"""Every number is sent as it is."""
+
+
+def wires_for(config: DistConfig) -> Wires:
+    """The codecs that the config asks for, in our words or in those of ZeRO++."""
+    zero, own = config.zero_optimization, config.hf_dist.wires
+    gradients = own.gradients or ("int4" if zero.zero_quantized_gradients else None)
+
+    def one(name: str | None) -> Codec | None:
+        return codec_of(name, own.block)
+
+    return Wires(
+        weights=one(own.weights or ("int8" if zero.zero_quantized_weights else None)),
+        frozen=one(own.frozen_weights or ("int8" if zero.zero_quantized_nontrainable_weights else None)),
+        gradients=one(gradients),
+        copies=one(own.copies),
+        meetings=one(own.meetings),
+        stages=one(own.stages),
+        second=own.second_copy == "encoded",
+        feedback=own.error_feedback,
+        machine=own.machine if isinstance(own.machine, int) else 0,
+    )
+
+
+def is_usual(dtype: torch.dtype, compute: torch.dtype) -> bool:
+    """Whether weights in `dtype` are encoded: those of the run's dtype `compute`, not packed ones, nor those kept in fp32."""
+    return dtype == compute and dtype.is_floating_point
