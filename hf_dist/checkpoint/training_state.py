@@ -8,6 +8,7 @@
     outer.anchor.<parameter>             interval of the start point of a fragment's next outer step, if fragments take turns
     outer.partial.<parameter>            interval of a server's sum of movements that its momentum does not have yet
     rank.<rank>.<key>                    values of one rank (random state)
+    residual.<rank>...                   what a rank's encoded messages have left out (`residuals.py`)
 
 No name depends on the layout, so any other layout finds its part.
 """
@@ -26,6 +27,7 @@ import torch
 from hf_dist.checkpoint import dcp
 from hf_dist.checkpoint.flat_slice import FlatSlice
 from hf_dist.checkpoint.owned_part import OwnedPart
+from hf_dist.checkpoint.residuals import fill_residuals, stored_residuals
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import CheckpointError
 from hf_dist.memory.offload.resting import Tier, opened
@@ -167,6 +169,7 @@ def saved_state(
         for group, part in parts
         if group.trainable
     }
+    state |= stored_residuals(engine.sharded, take)
     if engine.outer is not None and not engine.mesh.replica:
         state |= _outer_state(engine.outer, take)
     if engine.fragments is None:
@@ -272,6 +275,7 @@ def load_state(engine: Stateful, folder: Path, *, weights_only: bool = False) ->
     common = read_common(folder)
     read = functools.partial(dcp.read_state, folder)
     fill_weights(groups, stored, read)
+    fill_residuals(engine.sharded, stored, read, None if weights_only else common.get("messages"))
     if not weights_only:
         if engine.fragments is not None:
             optimizer, names = engine.fragments.optimizer, engine.fragments.param_names

@@ -35,6 +35,14 @@ def _on_disk(config: DistConfig) -> bool:
     return "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
 
 
+def _gradients(config: DistConfig) -> bool:
+    return config.hf_dist.wires.gradients is not None or config.zero_optimization.zero_quantized_gradients
+
+
+def _reductions(config: DistConfig) -> bool:
+    return _gradients(config) or config.hf_dist.wires.copies is not None
+
+
 _NEEDS = (
     Needs(
         (_PARAM,),
@@ -65,6 +73,34 @@ _NEEDS = (
         ),
         "read at stage 3 only",
     ),
+    Needs(
+        ("hf_dist.wires.weights", f"{_ZERO}.zero_quantized_weights"),
+        lambda config: config.zero_optimization.stage > 0,
+        "no weights are gathered at stage 0",
+    ),
+    Needs(
+        ("hf_dist.wires.frozen_weights", f"{_ZERO}.zero_quantized_nontrainable_weights"),
+        lambda config: config.zero_optimization.stage == 3,
+        "frozen weights are gathered at stage 3 only",
+    ),
+    Needs(
+        ("hf_dist.wires.second_copy",),
+        lambda config: config.zero_optimization.stage == 3 and config.zero_optimization.zero_hpz_partition_size > 1,
+        f"without {_ZERO}.zero_hpz_partition_size there is no second copy",
+    ),
+    Needs(
+        ("hf_dist.wires.copies",),
+        lambda config: config.zero_optimization.mics_shard_size > 0,
+        f"without {_ZERO}.mics_shard_size there is one copy",
+    ),
+    Needs(("hf_dist.wires.meetings",), lambda config: config.local_sgd.every > 0, "local_sgd.every is 0"),
+    Needs(("hf_dist.wires.stages",), lambda config: config.pipeline.stages > 1, "the model is one pipeline stage"),
+    Needs(
+        ("hf_dist.wires.error_feedback",),
+        lambda config: _reductions(config) or (config.hf_dist.wires.meetings is not None),
+        "no reduction is encoded",
+    ),
+    Needs(("hf_dist.wires.machine",), lambda config: _gradients(config), "gradients are not encoded"),
     Needs(
         ("hf_dist.optimizer_over",),
         lambda config: config.zero_optimization.mics_shard_size > 0,

@@ -112,6 +112,16 @@ REFUSALS: tuple[Refusal, ...] = (
         _STAGES,
     ),
     Refusal(
+        "hf_dist.wires.error_feedback",
+        "`elasticity.enabled`",
+        lambda config: config.hf_dist.wires.error_feedback and config.elasticity.enabled,
+        "what a message left out belongs to a rank, and another number of ranks loses it",
+        "is not available together with elasticity.enabled: what a message left out belongs to a rank",
+        "Set it to false, or remove the elasticity section.",
+        {"hf_dist": {"wires": {"gradients": "int4", "error_feedback": True}}},
+        {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}},
+    ),
+    Refusal(
         "pipeline.reshard_per_microbatch",
         '`pipeline.schedule` "zb_h1" at stage 3',
         lambda config: (

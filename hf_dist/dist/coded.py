@@ -64,6 +64,11 @@ class Wire:
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By message."""
 
+    def multiply(self, factor: float) -> None:
+        """Multiply what messages have left out, where the unit of the numbers changes. Local."""
+        for residual in self.residuals.values():
+            residual.multiply(factor)
+
     def encoded(self, message: str, values: torch.Tensor) -> torch.Tensor:
         """`values` ((rows, n), floating) on the wire, uint8 (rows, nbytes); `message`: whose rest is added. Local."""
         wire = torch.empty(len(values), self.codec.nbytes(values.shape[1]), dtype=torch.uint8, device=values.device)

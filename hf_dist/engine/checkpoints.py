@@ -11,6 +11,7 @@ import torch
 from hf_dist.checkpoint import random_state, resume
 from hf_dist.checkpoint.folder import folder_of
 from hf_dist.checkpoint.model_files import ModelFiles, model_files
+from hf_dist.checkpoint.residuals import sender_of
 from hf_dist.checkpoint.save import CheckpointWriter, SaveRequest
 from hf_dist.checkpoint.training_state import Stateful
 from hf_dist.config import BatchSizes, DistConfig
@@ -127,6 +128,7 @@ class EngineCheckpoints(Stateful):
             optimizer = saved_options(self.optimizer, self.fragments.param_names)
         return {
             "optimizer": optimizer,
+            "messages": sender_of(self.sharded),
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "counters": {"global_steps": self.global_steps, **self.skips.state_dict()},

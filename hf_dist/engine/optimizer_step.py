@@ -178,7 +178,9 @@ class OptimizerStep:
         if begins:
             self.skips.record(overflow)
             if self.scaler is not None:
+                before = self.scaler.scale
                 self.scaler.update(overflow)
+                self.sharded.rescale_residuals(self.scaler.scale / before)
         return overflow, None
 
     def _skips_on_device(self, norm: torch.Tensor) -> bool:

@@ -164,6 +164,13 @@ class ShardedModel:
         for group in self.trainable_groups:
             group.multiply_gradient(factor)
 
+    def rescale_residuals(self, factor: float) -> None:
+        """Multiply what messages have left out by `factor`: the loss scale has changed. Local."""
+        if factor != 1.0:
+            for group in self.trainable_groups:
+                for wire in group.messages.values():
+                    wire.multiply(factor)
+
     def take_writes(self) -> None:
         """Copy weights that user code has written into the masters, which are stepped and saved. Local."""
         for group in self.groups:

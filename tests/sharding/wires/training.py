@@ -89,5 +89,6 @@ def on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
     sent: dict[tuple[str, str], int] = {}
     for e in log.entries:
         sent[e.axis, e.op] = sent.get((e.axis, e.op), 0) + e.nbytes
-    state = full_state_dict(engine.sharded)
-    return {"losses": losses, "norms": norms, "weights": state, "sent": sent}
+    shards = [group.layout.shard_numel for group in engine.sharded.trainable_groups]
+    state = full_state_dict(engine.sharded) if rank == 0 else full_state_dict(engine.sharded, keep=False)
+    return {"losses": losses, "norms": norms, "weights": state, "sent": sent, "shards": shards}
