@@ -39,6 +39,7 @@ from hf_dist.parallel.pipeline import (
     plan_stages,
     simulate,
 )
+from hf_dist.parallel.pipeline.freight import Freight
 from hf_dist.parallel.pipeline.meta import meta_twin
 from hf_dist.parallel.pipeline.same_batches import compare_batches
 from hf_dist.parallel.pipeline.visit import Visits
@@ -221,7 +222,7 @@ class Pipeline:
         channels = make_channels(
             mesh.axes.lines("pp"), ring=config.virtual_stages > 1, rank=mesh.world.rank, group_of=mesh.groups.one_of
         )
-        self.transport = P2PTransport(channels, mesh.device)
+        self.transport = P2PTransport(channels, mesh.device, Freight(sharded.placements.wires.stages))
         # Now, on all ranks in one order: NCCL connects at the first message, which in the middle of a schedule is a deadlock.
         self.transport.connect()
         refuse_state_dict(sharded.model)

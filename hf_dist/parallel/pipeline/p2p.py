@@ -2,7 +2,7 @@
 
 Every channel (directed edge, activations or gradients) has its own process group and is used in the same order on both ends,
 so transfers in opposite directions cannot block each other. Shapes precede the first transfer of a key, and both ends remember
-them. Later transfers carry only data and are posted ahead. Data is sent as bytes, so all dtypes are treated alike.
+them. Later transfers carry only data and are posted ahead. Data is sent as bytes (`freight.py`).
 
 [Note: channels over NCCL] The first operation of a communicator blocks the host until the peer starts its own. Ranks that
 first use their communicators in different orders would deadlock, so `connect` uses every channel once, in one order, before
@@ -12,7 +12,6 @@ A waiting receive occupies a part of the GPU: see `waits_on_device`.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from hf_dist.dist.rendezvous import CONNECTIONS
 from hf_dist.errors import ModelError
 from hf_dist.log import warn_once
 from hf_dist.parallel.pipeline.communication import Channel
+from hf_dist.parallel.pipeline.freight import Freight
 from hf_dist.parallel.pipeline.probe import TensorSpec
 from hf_dist.parallel.pipeline.runtime import shapes_in_words
 from hf_dist.tensors.checksum import as_bytes
@@ -77,10 +77,13 @@ class _Arriving:
 class P2PTransport:
     """`runtime.Transport` between processes."""
 
-    def __init__(self, channels: dict[Channel, ChannelEnds], device: torch.device) -> None:
-        """`device`: target of received tensors. Over gloo, GPU tensors pass through the host."""
+    def __init__(
+        self, channels: dict[Channel, ChannelEnds], device: torch.device, freight: Freight | None = None
+    ) -> None:
+        """`device`: target of received tensors. Over gloo, GPU tensors pass through the host. `freight`: default: whole."""
         self.channels = channels
         self.device = device
+        self.freight = freight or Freight()
         self.sent_nbytes = 0
         """Bytes that this rank has sent."""
         self.waits_on_device = any(self._is_nccl(ends) for ends in channels.values())
@@ -119,7 +122,7 @@ class P2PTransport:
                     "shapes between stages must depend on those of the batch alone, and parameters must not be frozen or "
                     "unfrozen during training."
                 )
-        self._leave(ends, [as_bytes(t) for t in tensors])
+        self._leave(ends, self.freight.packed(tensors, specs))
 
     def can_post(self, channel: Channel, key: object) -> bool:
         """See `runtime.Transport`."""
@@ -129,7 +132,7 @@ class P2PTransport:
         """See `runtime.Transport`."""
         ends = self.channels[channel]
         wanted = self._known[channel, key] if specs is None else list(specs)
-        buffers = [self._buffer(ends, math.prod(s.shape) * s.dtype.itemsize) for s in wanted]
+        buffers = [self._buffer(ends, nbytes) for nbytes in self.freight.nbytes(wanted)]
         self._arriving[channel].append(_Arriving(wanted, buffers, self._start(ends, buffers, receive=True)))
 
     def receive(self, channel: Channel, key: object, specs: Sequence[TensorSpec] | None) -> list[torch.Tensor]:
@@ -141,13 +144,11 @@ class P2PTransport:
         arriving = self._arriving[channel].popleft()
         for work in arriving.works:
             collectives.block_on(work)
+        arrived = self.freight.unpacked([buffer.to(self.device) for buffer in arriving.buffers], arriving.specs)
         # key None: gradients, which autograd takes without history
         return [
-            buffer.to(self.device)
-            .view(spec.dtype)
-            .view(spec.shape)
-            .requires_grad_(spec.requires_grad and key is not None)
-            for buffer, spec in zip(arriving.buffers, arriving.specs, strict=True)
+            tensor.requires_grad_(spec.requires_grad and key is not None)
+            for tensor, spec in zip(arrived, arriving.specs, strict=True)
         ]
 
     def finish(self) -> None:
