@@ -78,6 +78,10 @@ _STAGES = {"pipeline": {"stages": 2}}
 _SLICES = {"tensor_parallel": {"autotp_size": 2}}
 _SPREAD = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 _IN_BACKWARD = {"hf_dist": {"optimizer_in_backward": True}}
+_SERVED: dict[str, Any] = {
+    "local_sgd": {"every": 2, "mode": "server"},
+    "hf_dist": {"roles": {"server": {"ranks": 1, "averages": True}, "trainer": {"ranks": "rest", "replicas": 2}}},
+}
 _OTHER = f'or set "{_EARLY}" to false.'
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -120,6 +124,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "Set it to false, or remove the elasticity section.",
         {"hf_dist": {"wires": {"gradients": "int4", "error_feedback": True}}},
         {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}},
+    ),
+    Refusal(
+        "hf_dist.wires.meetings",
+        '`local_sgd.mode` "server"',
+        lambda config: config.hf_dist.wires.meetings is not None and config.local_sgd.is_served,
+        "not built",
+        'is not available together with local_sgd.mode "server"',
+        'Remove it, or set local_sgd.mode to "synchronous".',
+        {"hf_dist": {"wires": {"meetings": "int8"}}},
+        _SERVED,
     ),
     Refusal(
         "pipeline.reshard_per_microbatch",

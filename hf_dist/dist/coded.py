@@ -61,12 +61,14 @@ class Wire:
     """Whether what a message leaves out is added to the next one."""
     hops: tuple[MeshAxis, MeshAxis] | None = None
     """(ranks of a machine, ranks of this place in every machine): a reduction adds up inside of the machine first."""
+    of_gradients: bool = True
+    """Whether it carries gradients, whose unit changes with the loss scale; movements have none."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By message."""
 
     def multiply(self, factor: float) -> None:
-        """Multiply what messages have left out, where the unit of the numbers changes. Local."""
-        for residual in self.residuals.values():
+        """Multiply what messages have left out, where the unit of gradients changes. Local."""
+        for residual in self.residuals.values() if self.of_gradients else ():
             residual.multiply(factor)
 
     def encoded(self, message: str, values: torch.Tensor) -> torch.Tensor:

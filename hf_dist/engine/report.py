@@ -188,7 +188,11 @@ def _replicas(sharded: ShardedModel, config: DistConfig) -> list[str]:
     nbytes = 2 * (axis.size - 1) * MASTER_NBYTES * numel // axis.size
     kind = "Nesterov momentum" if section.nesterov else "momentum"
     momentum = f", {kind} {section.outer_momentum:g}" if section.outer_momentum else ""
-    outer = f"outer rate {section.outer_lr:g}{momentum}" if has_anchor(section) else "the mean of their weights"
+    outer = (
+        f"outer rate {section.outer_lr:g}{momentum}"
+        if has_anchor(section, encoded=False)
+        else "the mean of their weights"
+    )
     alone = f"{axis.size} replicas train alone and meet every {section.every} steps"
     sent = f"{size_text(nbytes)} per rank and meeting, {size_text(nbytes // section.every)} per step"
     if section.streams:

@@ -99,7 +99,7 @@ class Planner:
             copies=slices.copies if slices else None,
             pieces=pieces_of(axes, placements_for(config).copies),
         )
-        states = replace(states, outer_states=num_outer_states(config.local_sgd, axes.size("dp_replicate")))
+        states = replace(states, outer_states=num_outer_states(config, axes.size("dp_replicate")))
         measured = self.activations(config)
         known = measured if isinstance(measured, Activations) else None
         kept = own.kept(known, config, self.workload.checkpointing) if known else None

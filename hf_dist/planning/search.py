@@ -329,7 +329,7 @@ class Search:
                 copies=slices.copies if slices else None,
                 pieces=pieces_of(self._axes(layout), layout.placements.copies),
             )
-            outer = num_outer_states(config.local_sgd, layout.dp_replicate)
+            outer = num_outer_states(config, layout.dp_replicate)
             self._states[key] = replace(states, outer_states=outer)
         return self._states[key]
 

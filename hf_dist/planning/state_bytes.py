@@ -92,7 +92,7 @@ class States:
             optimizer or OptimizerStates(),
             (sharded.mesh.dp if any(g.axes.outer for g in sharded.groups) else sharded.mesh.shard).rank,
             {u.name: u.stay for u in sharded.units},
-            num_outer_states(config.local_sgd, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
+            num_outer_states(config, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
         )
 
     @classmethod

@@ -54,7 +54,7 @@ class Wires:
     @property
     def alignment(self) -> int:
         """Multiple of elements at which parameters and shards begin, so that no block has elements of two."""
-        of_groups = (self.weights, self.frozen, self.gradients, self.copies)
+        of_groups = (self.weights, self.frozen, self.gradients, self.copies, self.meetings)
         return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])
 
     def of_group(self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool) -> GroupWires:

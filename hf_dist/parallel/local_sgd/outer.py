@@ -5,7 +5,8 @@
     weights         = anchor
 
 A rate of 1 without momentum gives the mean of the weights. Then there is neither anchor nor state, and the weights
-themselves are sent. Fragments may take turns and overlap training (`turns.py`):
+themselves are sent; in a wire codec movements are, because masters are not rounded. Fragments may take turns and overlap
+training (`turns.py`):
 
     weights         = mix * weights + (1 - mix) * anchor        some steps after the pseudo-gradient was taken
 
@@ -19,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from hf_dist.config import DistConfig
 from hf_dist.config.training_sections import LocalSgdConfig
 from hf_dist.dist import collectives
+from hf_dist.dist.coded import Wire
 from hf_dist.dist.collectives import Handle
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.errors import ModelError
@@ -28,6 +31,7 @@ from hf_dist.memory.offload.host import sent
 from hf_dist.memory.offload.resting import Resting, Tier, opened
 from hf_dist.optim.loss_scale import DynamicLossScaler
 from hf_dist.parallel.local_sgd.turns import Turns
+from hf_dist.sharding import messages
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.precision import MASTER_DTYPE
 from hf_dist.sharding.runtime import ShardedModel
@@ -41,12 +45,14 @@ MAX_IN_FLIGHT = 2
 class GroupMotion:
     """One group's local state besides its weights: the anchor common to all replicas, and the outer momentum."""
 
-    def __init__(self, group: FlatGroup, config: LocalSgdConfig) -> None:
-        self.group = group
+    def __init__(self, group: FlatGroup, config: LocalSgdConfig, wire: Wire | None = None) -> None:
+        """`wire`: how movements travel; None: as they are."""
+        self.group, self.wire = group, wire
         self._rate, self._factor, self._nesterov = config.outer_lr, config.outer_momentum, config.nesterov
         numel, tier = group.resting[1] - group.resting[0], group.master.tier
         shelf = group.rest.storage.optim
-        self.anchor: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_anchor(config) else None
+        anchored = has_anchor(config, encoded=wire is not None)
+        self.anchor: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if anchored else None
         has_momentum = config.outer_momentum > 0 and not config.is_served  # a server keeps that of its replicas
         self.momentum: Resting | None = shelf.new(numel, MASTER_DTYPE, tier) if has_momentum else None
 
@@ -122,16 +128,19 @@ def _become(masters: torch.Tensor, values: torch.Tensor, mix: float) -> None:
     masters.copy_(values if not mix else torch.lerp(values, masters.to(values.dtype), mix))
 
 
-def num_outer_states(config: LocalSgdConfig, replicas: int) -> int:
+def num_outer_states(config: DistConfig, replicas: int) -> int:
     """Number of fp32 tensors that a rank keeps besides its master weights, with `replicas` in its job or a server of them."""
-    if config.is_served:
+    section = config.local_sgd
+    if section.is_served:
         return 1
-    return has_anchor(config) + (config.outer_momentum > 0) if config.enabled and replicas > 1 else 0
+    anchored = has_anchor(section, encoded=config.hf_dist.wires.meetings is not None)
+    return anchored + (section.outer_momentum > 0) if section.enabled and replicas > 1 else 0
 
 
-def has_anchor(config: LocalSgdConfig) -> bool:
-    """Whether replicas keep the weights of their last meeting; the plain mean of the weights needs none."""
-    return config.is_served or config.outer_lr != 1 or config.outer_momentum > 0
+def has_anchor(config: LocalSgdConfig, *, encoded: bool) -> bool:
+    """Whether replicas keep the weights of their last meeting; the plain mean of the weights needs none, unless movements
+    are encoded."""
+    return config.is_served or encoded or config.outer_lr != 1 or config.outer_momentum > 0
 
 
 def refuse_other_weights(optimizer: torch.optim.Optimizer) -> None:
@@ -180,7 +189,7 @@ class OuterOptimizer:
             name for name, is_kept in (("momentum", config.outer_momentum > 0), ("anchor", config.streams)) if is_kept
         ]
         """Of `states`."""
-        self.motions = [GroupMotion(group, config) for group in sharded.trainable_groups]
+        self.motions = [GroupMotion(group, config, self._wire(group)) for group in sharded.trainable_groups]
         self.turns = Turns(config, len(sharded.units))
         self._mix = config.mix
         of_group = {id(motion.group): motion for motion in self.motions}
@@ -188,6 +197,14 @@ class OuterOptimizer:
             [of_group[id(group)] for unit in units for group in sharded.units[unit].groups if id(group) in of_group]
             for units in self.turns.units
         ]
+
+    def _wire(self, group: FlatGroup) -> Wire | None:
+        """How a group's movements travel, kept with its other messages, as what they leave out is saved with theirs."""
+        wires = self.sharded.placements.wires
+        if wires.meetings is None:
+            return None
+        group.messages["meetings"] = wire = Wire(wires.meetings, wires.feedback, of_gradients=False)
+        return wire
 
     def before_training(self) -> bool:
         """Before a training forward. Whether weights changed: no."""
@@ -221,7 +238,7 @@ class OuterOptimizer:
         for fragment in starting:
             for motion in self._fragments[fragment]:
                 if motion.group.layout.numel:
-                    self.turns.add(number, self._start(motion, motion.outgoing, self._mixed(motion)))
+                    self.turns.add(number, self._start(motion, motion.outgoing, self._mixed(motion), motion.wire))
         return self.turns.take_up(number)
 
     def _mixed(self, motion: GroupMotion) -> Callable[[torch.Tensor], None]:
@@ -231,7 +248,7 @@ class OuterOptimizer:
         """Give all replicas the same weights; call `weights_changed()` afterwards. Collective over the replicas.
 
         Runs the outer step. If fragments take turns, averages the weights instead, which does not change the replicas' mean
-        movement: anchors stay, and the next outer steps are the same as without this meeting.
+        movement: anchors stay, and the next outer steps are the same as without this meeting. So these are not encoded.
         """
         let_masters_rest(self.sharded)
         self.turns.take_up()
@@ -243,9 +260,9 @@ class OuterOptimizer:
             if len(in_flight) >= MAX_IN_FLIGHT:
                 in_flight.popleft()()
             if in_turn:
-                in_flight.append(self._start(motion, motion.weights, motion.become))
+                in_flight.append(self._start(motion, motion.weights, motion.become, None))
             else:
-                in_flight.append(self._start(motion, motion.outgoing, motion.incoming))
+                in_flight.append(self._start(motion, motion.outgoing, motion.incoming, motion.wire))
         while in_flight:
             in_flight.popleft()()
         self.sharded.passes.buffers.share(self.axis)
@@ -254,10 +271,14 @@ class OuterOptimizer:
         self.met, self.interval_ended, self._anchored = True, True, in_turn
 
     def _start(
-        self, motion: GroupMotion, outgoing: Callable[[], torch.Tensor], incoming: Callable[[torch.Tensor], None]
+        self,
+        motion: GroupMotion,
+        outgoing: Callable[[], torch.Tensor],
+        incoming: Callable[[torch.Tensor], None],
+        wire: Wire | None,
     ) -> Callable[[], None]:
         values = outgoing()
-        handle: Handle = collectives.all_reduce(self.axis, values)
+        handle: Handle = messages.mean(self.axis, values, wire, motion.group.rest.storage.link)
 
         def take_up() -> None:
             handle.wait()

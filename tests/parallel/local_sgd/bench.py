@@ -41,7 +41,16 @@ TRIED = {
     **{f"rate {r:g}, Nesterov {m:g}": outer(r, m) for m in (0.5, 0.7, 0.9) for r in (0.7, 1.0)},
     **{f"rate 1, Nesterov 0.7, 4 fragments, mix {mix:g}": outer(1.0, 0.7, **STREAMED, mix=mix) for mix in (0.0, 0.5)},
 }
+CODED: dict[str, dict[str, Any]] = {
+    "int8": {"meetings": "int8"},
+    "int4": {"meetings": "int4"},
+    "int4 with feedback": {"meetings": "int4", "error_feedback": True},
+    "fp8_e4m3": {"meetings": "fp8_e4m3"},
+}
+"""`hf_dist.wires`, beside the best of `TRIED`, alone and in fragments with `mix` 0.5."""
 RUNS = DRAWN | {name: section for name, section in TRIED.items() if name not in DRAWN}
+for _name in ("rate 1, Nesterov 0.7", "rate 1, Nesterov 0.7, 4 fragments, mix 0.5"):
+    RUNS |= {f"{_name}, {codec}": {**RUNS[_name], "wires": wires} for codec, wires in CODED.items()}
 COLORS = ("#4477aa", "#ccbb44", "#228833", "#ee6677")
 WIDTH = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -78,7 +87,8 @@ def curve(rank: int, world: int, section: dict[str, Any], folder: str, begins: b
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 1.0,
-        "local_sgd": section,
+        "local_sgd": {key: value for key, value in section.items() if key != "wires"},
+        "hf_dist": {"wires": section.get("wires", {})},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, betas=(0.9, 0.95))
     engine = hf_dist.initialize(

@@ -1,0 +1,85 @@
+"""Movements of replicas that travel in a codec: equal to one process that applies the same function; bytes by the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.dist.coded import Wire
+from hf_dist.tensors.codecs import codec_of
+from tests.harness import run_ranks
+from tests.parallel.local_sgd.encoded import Met, alone, on_ranks, resumed
+from tests.parity.train import relative
+
+CASES: dict[str, Met] = {
+    "int8": Met(),
+    "mean of movements": Met(stage=1, outer_lr=1.0, momentum=0.0, meetings="int4", feedback=True),
+    "int4, fragments": Met(every=4, fragments=2, overlap=1, mix=0.5, meetings="int4", steps=9),
+    "fp8, every step": Met(stage=2, every=1, meetings="fp8_e4m3", feedback=True, accumulation=2),
+    "shards, gradients in int8": Met(world=2, stage=3, weights="int8", gradients="int8", feedback=True),
+    "shards, fragments": Met(
+        world=2, stage=2, every=3, fragments=3, overlap=1, meetings="int4", feedback=True, bf16=True
+    ),
+    "four replicas": Met(replicas=4, stage=1, every=3, lora=True, momentum=0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    """By case: what each rank found; a spawn for each number of ranks."""
+    found: dict[str, list[Any]] = {}
+    for world in sorted({case.num_ranks for case in CASES.values()}):
+        names = [name for name, case in CASES.items() if case.num_ranks == world]
+        ranks = run_ranks(on_ranks, world, ([CASES[name] for name in names],), timeout=300)
+        found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_equal_one_process_that_rounds_what_they_send(name: str, outcomes: dict[str, list[Any]]) -> None:
+    case, ranks = CASES[name], outcomes[name]
+    expected = alone(case, ranks[0]["parts"])
+    for replica in range(case.replicas):
+        here = ranks[replica * case.world : (replica + 1) * case.world]
+        losses = [sum(row) / len(here) for row in zip(*(found["losses"] for found in here), strict=True)]
+        assert losses == pytest.approx(expected["losses"][replica], rel=1e-6)
+        assert here[0]["norms"] == pytest.approx(expected["norms"][replica], rel=1e-6)
+    for found in ranks:
+        for parameter, weight in found["weights"].items():
+            assert relative(weight, expected["weights"][parameter]) < 1e-6, parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_between_replicas_are_those_of_the_codec(name: str, outcomes: dict[str, list[Any]]) -> None:
+    case = CASES[name]
+    codec = codec_of(case.meetings, case.block)
+    assert codec is not None
+    for found in outcomes[name]:
+        parts = [[-(-n // (case.replicas * codec.block)) * codec.block for n in some] for some in found["numels"]]
+        half = [(case.replicas - 1) * sum(map(codec.nbytes, some)) for some in parts]
+        for step, sent in enumerate(found["sent"], 1):
+            # Movements leave at once; without a GPU their means leave where they are taken up.
+            taken_up = case.starting(step - case.overlap) if step > case.overlap else []
+            assert sent == sum(half[p] for p in (*case.starting(step), *taken_up)), step
+
+
+def test_what_messages_left_out_is_resumed_bit_for_bit(tmp_path: Any) -> None:
+    case = Met(meetings="int4", feedback=True, every=2, steps=8)
+    for found in run_ranks(resumed, 2, (case, str(tmp_path / "meetings")), timeout=300):
+        assert found["straight"][0] == found["resumed"][0]
+        for name, weight in found["straight"][1].items():
+            assert torch.equal(weight, found["resumed"][1][name]), name
+
+
+def test_a_loss_scale_does_not_change_the_unit_of_movements() -> None:
+    codec = codec_of("int4", 64)
+    assert codec is not None
+    wire = Wire(codec, feedback=True, of_gradients=False)
+    wire.encoded("parts", torch.randn(1, 64))
+    before = wire.residuals["parts"].values
+    assert before is not None
+    kept = before.clone()
+    wire.multiply(0.5)
+    assert torch.equal(kept, before)
