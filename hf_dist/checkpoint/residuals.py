@@ -38,7 +38,7 @@ def stored_residuals(
 def sender_of(sharded: ShardedModel) -> str | None:
     """The layout that residuals belong to, in words that are equal on all ranks; None if messages leave nothing out."""
     placements = sharded.placements
-    if not placements.wires.feedback:
+    if not placements.wires.keeps:
         return None
     digest = hashlib.sha1(repr(placements).encode(), usedforsecurity=False).hexdigest()
     return f"{sharded.mesh.axes.describe()}, placements {digest[:8]}"

@@ -36,7 +36,8 @@ def _on_disk(config: DistConfig) -> bool:
 
 
 def _gradients(config: DistConfig) -> bool:
-    return config.hf_dist.wires.gradients is not None or config.zero_optimization.zero_quantized_gradients
+    asked = config.hf_dist.wires.gradients
+    return asked != "powersgd" and (asked is not None or config.zero_optimization.zero_quantized_gradients)
 
 
 def _reductions(config: DistConfig) -> bool:
@@ -92,6 +93,11 @@ _NEEDS = (
         ("hf_dist.wires.copies",),
         lambda config: config.zero_optimization.mics_shard_size > 0,
         f"without {_ZERO}.mics_shard_size there is one copy",
+    ),
+    Needs(
+        ("hf_dist.wires.powersgd",),
+        lambda config: config.hf_dist.wires.gradients == "powersgd",
+        'hf_dist.wires.gradients is not "powersgd"',
     ),
     Needs(("hf_dist.wires.meetings",), lambda config: config.local_sgd.every > 0, "local_sgd.every is 0"),
     Needs(("hf_dist.wires.stages",), lambda config: config.pipeline.stages > 1, "the model is one pipeline stage"),

@@ -126,6 +126,17 @@ REFUSALS: tuple[Refusal, ...] = (
         {"elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]}},
     ),
     Refusal(
+        "hf_dist.wires.gradients",
+        '"powersgd", with `zero_optimization.stage` above 0',
+        lambda config: config.hf_dist.wires.gradients == "powersgd" and config.zero_optimization.stage > 0,
+        "its factors are of whole matrices, and a rank reduces a part of them",
+        '"powersgd" needs whole matrices on every rank, and zero_optimization.stage is {other}',
+        'Set it to "int8" or "int4", or set zero_optimization.stage to 0.',
+        {"hf_dist": {"wires": {"gradients": "powersgd"}}},
+        _zero(2),
+        f"{_ZERO}.stage",
+    ),
+    Refusal(
         "hf_dist.wires.meetings",
         '`local_sgd.mode` "server"',
         lambda config: config.hf_dist.wires.meetings is not None and config.local_sgd.is_served,

@@ -47,6 +47,10 @@ OptimizerScope = Annotated[Literal["shard", "all"], PlainValidator(values.choice
 RouterLossScope = Annotated[Literal["global", "local"], PlainValidator(values.choice("global", "local"))]
 Roles = Annotated[dict[str, Any], PlainValidator(plain_roles)]
 WireCodec = Annotated[Literal["int8", "int4", "fp8_e4m3"], PlainValidator(values.choice("int8", "int4", "fp8_e4m3"))]
+GradientWire = Annotated[
+    Literal["int8", "int4", "fp8_e4m3", "powersgd"],
+    PlainValidator(values.choice("int8", "int4", "fp8_e4m3", "powersgd")),
+]
 SecondCopy = Annotated[Literal["encoded", "whole"], PlainValidator(values.choice("encoded", "whole"))]
 Block = Annotated[int, PlainValidator(values.block)]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
@@ -341,6 +345,21 @@ class ProfileConfig(Frozen):
     """`hf_dist.profile.output_path`: folder of the files, from the working directory."""
 
 
+class PowerSgdConfig(Frozen):
+    """The `hf_dist.wires.powersgd` section, read with `hf_dist.wires.gradients` "powersgd"."""
+
+    rank: Count = 4
+    """`hf_dist.wires.powersgd.rank`: columns of the two factors that are sent of a matrix."""
+    start_step: Whole = 1000
+    """`hf_dist.wires.powersgd.start_step`: steps that send whole gradients first, while these change most."""
+    error_feedback: Flag = True
+    """`hf_dist.wires.powersgd.error_feedback`: whether what a step left out is added to the next one; 4 bytes an element."""
+    warm_start: Flag = True
+    """`hf_dist.wires.powersgd.warm_start`: whether a step begins with the directions of the last one."""
+    min_compression_rate: Real = 2.0
+    """`hf_dist.wires.powersgd.min_compression_rate`: how many times fewer numbers the factors must have than the matrix."""
+
+
 class WiresConfig(Frozen):
     """The `hf_dist.wires` section: numbers that travel in fewer bits, with a scale for each block of elements."""
 
@@ -350,8 +369,10 @@ class WiresConfig(Frozen):
     """`hf_dist.wires.frozen_weights`: gathers of frozen weights at stage 3, such as the base below adapters."""
     second_copy: SecondCopy = "encoded"
     """`hf_dist.wires.second_copy`: how encoded weights are kept for `zero_hpz_partition_size`: "encoded" or "whole"."""
-    gradients: WireCodec | None = None
-    """`hf_dist.wires.gradients`: reductions among the ranks of a shard; at stage 0 among all."""
+    gradients: GradientWire | None = None
+    """`hf_dist.wires.gradients`: reductions among the ranks of a shard; at stage 0 among all, there also "powersgd"."""
+    powersgd: PowerSgdConfig = PowerSgdConfig()
+    """`hf_dist.wires.powersgd`: how gradients travel in two thin factors."""
     copies: WireCodec | None = None
     """`hf_dist.wires.copies`: between copies of a shard (`mics_shard_size`): gradients; weights with `optimizer_over` "all"."""
     meetings: WireCodec | None = None

@@ -71,6 +71,10 @@ class Wire:
         for residual in self.residuals.values() if self.of_gradients else ():
             residual.multiply(factor)
 
+    def all_reduce(self, axis: MeshAxis, tensor: torch.Tensor) -> Handle:
+        """Average `tensor` (1-D) in place. Collective over `axis`."""
+        return all_reduce(axis, tensor, self)
+
     def encoded(self, message: str, values: torch.Tensor) -> torch.Tensor:
         """`values` ((rows, n), floating) on the wire, uint8 (rows, nbytes); `message`: whose rest is added. Local."""
         wire = torch.empty(len(values), self.codec.nbytes(values.shape[1]), dtype=torch.uint8, device=values.device)

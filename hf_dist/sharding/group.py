@@ -137,7 +137,7 @@ class FlatGroup:
         self.full = FullWeights(self.params, layout, values, writable=self.dtype.is_floating_point)
         states = states_of(plan, values, storage, self.precision.grads)
         self.rest = RestingWeights(plan, states, second_copy(plan, self.axes.second, device), storage, self.axes.outer)
-        self.messages = messages_of(plan.wires, self.axes, self.placements.wires.feedback)
+        self.messages = messages_of(plan.wires, self.axes, layout, self.placements.wires.feedback)
         """Reductions in a wire codec, by name."""
         self.gradient = states.gradient
         self.awaiting = states.awaiting

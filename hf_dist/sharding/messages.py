@@ -13,17 +13,25 @@ import torch
 from hf_dist.dist import coded, collectives
 from hf_dist.dist.coded import Wire
 from hf_dist.dist.collectives import Handle
+from hf_dist.dist.low_rank import LowRankMean, matrices_of
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.memory.offload.host import HostLink
 from hf_dist.sharding.group_axes import GroupAxes
+from hf_dist.sharding.layout import FlatLayout
 from hf_dist.sharding.wires import GroupWires
 
-__all__ = ["mean", "messages_of", "scattered_mean"]
+__all__ = ["Message", "mean", "messages_of", "scattered_mean"]
 
 
-def messages_of(wires: GroupWires, axes: GroupAxes, feedback: bool) -> dict[str, Wire]:
+Message = Wire | LowRankMean
+
+
+def messages_of(wires: GroupWires, axes: GroupAxes, layout: FlatLayout, feedback: bool) -> dict[str, Message]:
     """The encoded reductions of a group, by name; a reduction without an entry sends numbers as they are. Local."""
-    found: dict[str, Wire] = {}
+    found: dict[str, Message] = {}
+    if wires.low_rank is not None:
+        slots = [(slot.name, slot.shape, slot.offset) for slot in layout.slots]
+        found["gradients"] = LowRankMean(wires.low_rank, *matrices_of(slots, wires.low_rank))
     if wires.gradients is not None:
         found["gradients"] = Wire(wires.gradients, feedback, axes.hops)
     if wires.copies is not None and any(row.between_copies for row in axes.then):
@@ -31,17 +39,20 @@ def messages_of(wires: GroupWires, axes: GroupAxes, feedback: bool) -> dict[str,
     return found
 
 
-def mean(axis: MeshAxis, tensor: torch.Tensor, wire: Wire | None, link: HostLink) -> Handle:
+def mean(axis: MeshAxis, tensor: torch.Tensor, wire: Message | None, link: HostLink) -> Handle:
     """Start to average `tensor` (1-D) in place. Collective over `axis`."""
     if wire is None:
         return collectives.all_reduce(axis, tensor)
-    return _aside(link, tensor, lambda: coded.all_reduce(axis, tensor, wire))
+    return _aside(link, tensor, lambda: wire.all_reduce(axis, tensor))
 
 
-def scattered_mean(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, wire: Wire | None, link: HostLink) -> Handle:
+def scattered_mean(
+    axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, wire: Message | None, link: HostLink
+) -> Handle:
     """Start to average `full` (1-D, equal parts); each rank gets its part in `out`. Collective over `axis`."""
     if wire is None:
         return collectives.reduce_scatter(axis, full, out)
+    assert isinstance(wire, Wire), "a shard is a part of a matrix"
     return _aside(link, full, lambda: coded.reduce_scatter(axis, full, out, wire))
 
 

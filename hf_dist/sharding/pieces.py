@@ -14,10 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from hf_dist.dist import coded, collectives
-from hf_dist.dist.coded import Wire
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.memory.offload.host import Gradient, HostLink
-from hf_dist.sharding.messages import scattered_mean
+from hf_dist.sharding.messages import Message, scattered_mean
 from hf_dist.tensors.codecs import Codec
 
 __all__ = ["ShardGradient", "gather_pieces"]
@@ -66,7 +65,7 @@ class ShardGradient:
         self._sum.add(reduced)
 
     def scatter(
-        self, axis: MeshAxis, gradient: Gradient, is_last: bool, wire: Wire | None, link: HostLink
+        self, axis: MeshAxis, gradient: Gradient, is_last: bool, wire: Message | None, link: HostLink
     ) -> collectives.Handle:
         """Start to average over `axis`, of which this rank keeps its piece; it is added to `gradient` after the last axis.
 

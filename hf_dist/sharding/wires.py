@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_dist.config import DistConfig
+from hf_dist.dist.low_rank import LowRank
 from hf_dist.sharding.layout import ALIGNMENT
 from hf_dist.tensors.codecs import Codec, codec_of
 
@@ -31,6 +32,8 @@ class GroupWires:
     copies: Codec | None = None
     second: bool = False
     """Whether a second copy of the weights is kept as it arrived, encoded."""
+    low_rank: LowRank | None = None
+    """Gradients that travel in factors (PowerSGD), in place of a codec."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,19 @@ class Wires:
     copies: Codec | None = None
     meetings: Codec | None = None
     stages: Codec | None = None
+    low_rank: LowRank | None = None
+    """Gradients that travel in factors (PowerSGD), in place of a codec."""
     second: bool = True
     """Whether a second copy of encoded weights (`zero_hpz_partition_size`) is kept encoded."""
     feedback: bool = False
     """Whether a reduction adds what its last message has left out."""
     machine: int = 0
     """Adjacent ranks that add up gradients among themselves before others; 0: those of a machine."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something stays between two messages, which a checkpoint has."""
+        return self.feedback or self.low_rank is not None
 
     @property
     def alignment(self) -> int:
@@ -68,6 +78,7 @@ class Wires:
             gradients=self.gradients if trainable and reduces else None,
             copies=self.copies if trainable else None,
             second=self.second and gathered is not None,
+            low_rank=self.low_rank if trainable and reduces else None,
         )
 
 
@@ -84,13 +95,23 @@ def wires_for(config: DistConfig) -> Wires:
     zero, own = config.zero_optimization, config.hf_dist.wires
     gradients = own.gradients or ("int4" if zero.zero_quantized_gradients else None)
 
+    factors = own.powersgd
+    low_rank = LowRank(
+        factors.rank,
+        factors.start_step,
+        factors.error_feedback,
+        factors.warm_start,
+        factors.min_compression_rate,
+    )
+
     def one(name: str | None) -> Codec | None:
         return codec_of(name, own.block)
 
     return Wires(
         weights=one(own.weights or ("int8" if zero.zero_quantized_weights else None)),
         frozen=one(own.frozen_weights or ("int8" if zero.zero_quantized_nontrainable_weights else None)),
-        gradients=one(gradients),
+        gradients=one(None if gradients == "powersgd" else gradients),
+        low_rank=low_rank if gradients == "powersgd" else None,
         copies=one(own.copies),
         meetings=one(own.meetings),
         stages=one(own.stages),

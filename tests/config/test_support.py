@@ -71,7 +71,9 @@ OURS = {
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
             "wires",
             *(f"wires.{key}" for key in ("weights", "frozen_weights", "second_copy", "gradients", "copies")),
-            *(f"wires.{key}" for key in ("meetings", "stages", "block", "error_feedback", "machine")),
+            *(f"wires.{key}" for key in ("meetings", "stages", "block", "error_feedback", "machine", "powersgd")),
+            *(f"wires.powersgd.{key}" for key in ("rank", "start_step", "error_feedback", "warm_start")),
+            "wires.powersgd.min_compression_rate",
         )
     ),
     *(f"pipeline.{key}" for key in ("schedule", "virtual_stages", "reshard_per_microbatch")),

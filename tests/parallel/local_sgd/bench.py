@@ -49,6 +49,16 @@ CODED: dict[str, dict[str, Any]] = {
 }
 """`hf_dist.wires`, beside the best of `TRIED`, alone and in fragments with `mix` 0.5."""
 RUNS = DRAWN | {name: section for name, section in TRIED.items() if name not in DRAWN}
+for _more in (
+    {"rank": 1},
+    {"rank": 4},
+    {"rank": 16},
+    {"rank": 4, "error_feedback": False},
+    {"rank": 4, "warm_start": False},
+):
+    RUNS[f"synchronous, powersgd {_more}"] = {
+        "wires": {"gradients": "powersgd", "powersgd": {"start_step": 0, **_more}}
+    }
 for _name in ("rate 1, Nesterov 0.7", "rate 1, Nesterov 0.7, 4 fragments, mix 0.5"):
     RUNS |= {f"{_name}, {codec}": {**RUNS[_name], "wires": wires} for codec, wires in CODED.items()}
 COLORS = ("#4477aa", "#ccbb44", "#228833", "#ee6677")

@@ -1,0 +1,96 @@
+"""PowerSGD: gradients in two thin factors equal one process that sends itself the same; bytes by the formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dist.dist.low_rank import orthonormal
+from tests.harness import run_ranks
+from tests.parity.train import relative
+from tests.sharding.wires.factors import Factors, alone, not_finite, on_ranks, resumed
+
+CASES: dict[str, Factors] = {
+    "rank 2": Factors(),
+    "rank 1 at once, tied": Factors(rank=1, start=0, tied=True, family="gpt2"),
+    "no feedback, cold": Factors(rest=False, warm=False, start=0, accumulation=2),
+    "bf16": Factors(bf16=True, rank=3, start=0),
+    "all matrices, lora": Factors(least=0.1, rank=1, start=0, lora=True, checkpointing=True),
+    "three ranks": Factors(world=3, family="bert", rank=2, start=2, steps=5),
+}
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Any]]:
+    """By case: what each rank found; a spawn for each number of ranks."""
+    found: dict[str, list[Any]] = {}
+    for world in sorted({case.world for case in CASES.values()}):
+        names = [name for name, case in CASES.items() if case.world == world]
+        ranks = run_ranks(on_ranks, world, ([CASES[name] for name in names],), timeout=300)
+        found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process_that_applies_the_same_function(name: str, outcomes: dict[str, list[Any]]) -> None:
+    expected, ranks = alone(CASES[name]), outcomes[name]
+    losses = [sum(row) / len(ranks) for row in zip(*(found["losses"] for found in ranks), strict=True)]
+    assert losses == pytest.approx(expected["losses"], rel=TOLERANCE)
+    for found in ranks:
+        assert found["norms"] == pytest.approx(expected["norms"], rel=TOLERANCE)
+        for parameter, weight in found["weights"].items():
+            if parameter in expected["weights"]:  # a tied one has one name there
+                assert relative(weight, expected["weights"][parameter]) < TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_the_factors(name: str, outcomes: dict[str, list[Any]]) -> None:
+    case = CASES[name]
+
+    def ring(numel: int) -> int:
+        return 2 * (case.world - 1) * numel * 4 // case.world
+
+    for found in outcomes[name]:
+        for step, sent in enumerate(found["sent"]):
+            expected = []
+            for group, whole in zip(found["groups"], found["whole"], strict=True):
+                shapes = [shape for _, shape in group if case.is_sent_in_factors(shape)]
+                if step < case.start or not shapes:
+                    expected.append(ring(whole))
+                    continue
+                beside = sum(math.prod(shape) for _, shape in group if not case.is_sent_in_factors(shape))
+                ranks = [case.columns_of(shape) for shape in shapes]
+                first = sum(rank * shape[0] for rank, shape in zip(ranks, shapes, strict=True))
+                second = sum(rank * math.prod(shape[1:]) for rank, shape in zip(ranks, shapes, strict=True))
+                expected += [ring(first + beside), ring(second)]
+            assert sent == sorted(expected), step
+
+
+def test_the_same_layout_resumes_bit_for_bit(tmp_path: Any) -> None:
+    for found in run_ranks(resumed, 2, (Factors(start=1), str(tmp_path / "factors")), timeout=300):
+        assert found["straight"][0] == found["resumed"][0]
+        for name, weight in found["straight"][1].items():
+            assert torch.equal(weight, found["resumed"][1][name]), name
+
+
+def test_a_step_with_inf_leaves_no_trace() -> None:
+    for found in run_ranks(not_finite, 2, (Factors(start=0),), timeout=300):
+        assert found["same"] and not any(found["changed"])
+        assert all(map(math.isfinite, found["losses"]))
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_columns_become_orthonormal_and_missing_directions_zero(scale: float) -> None:
+    made = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)) * scale
+    found = orthonormal(made)
+    assert torch.allclose(found.T @ found, torch.eye(4), atol=1e-3)
+    made[:, 3] = made[:, 0]
+    found = orthonormal(made)
+    assert found.isfinite().all() and torch.linalg.matrix_norm(found.T @ found, 2) < 1 + 1e-3
+    assert not orthonormal(torch.zeros(40, 4)).any()
+    made[2, 1] = torch.nan
+    assert not orthonormal(made).isfinite().all()
