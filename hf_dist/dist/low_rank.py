@@ -160,7 +160,7 @@ class LowRankMean:
         kept = self.residuals.get("directions")
         if self.form.warm and kept is not None and kept.values is not None:
             return [orthonormal(q) for q in self._split(kept.values)]
-        return [orthonormal(_random(m, 0 if self.form.warm else number).to(device)) for m in self.matrices]
+        return [orthonormal(_random(m, 0 if self.form.warm else number, device)) for m in self.matrices]
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = flat.split([m.columns * m.rank for m in self.matrices])
@@ -172,7 +172,7 @@ class LowRankMean:
         before = torch.zeros_like(values) if held.values is None else held.values
         # Chosen on the device, because the host must not wait. Zeros as directions would stay zeros.
         if held.values is None and name == "directions":
-            before = torch.cat([_random(m, 0).reshape(-1) for m in self.matrices]).to(values.device)
+            before = torch.cat([_random(m, 0, values.device).reshape(-1) for m in self.matrices])
         held.values = torch.where(values.isfinite().all(), values, before)
 
     def _next_number(self) -> int:
@@ -196,6 +196,7 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
     return rows.T
 
 
-def _random(matrix: Matrix, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{matrix.name} {number}".encode()))
-    return torch.randn(matrix.columns, matrix.rank, generator=generator)
+def _random(matrix: Matrix, number: int, device: torch.device) -> torch.Tensor:
+    """Equal on all ranks; drawn on the device, because the host waits for a copy to it."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{matrix.name} {number}".encode()))
+    return torch.randn(matrix.columns, matrix.rank, generator=generator, device=device)

@@ -36,6 +36,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.hf import loop_config
 from hf_dist.hf.accelerator_options import check_options
 from hf_dist.hf.clipping import ClippingMixin
+from hf_dist.hf.comm_hook import with_comm_hook
 from hf_dist.hf.connected_roles import connect_prepared
 from hf_dist.hf.counting_losses import let_losses_count_once
 from hf_dist.hf.data import make_seekable, note_dropping, read_everywhere
@@ -93,6 +94,8 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # otherwise accelerate would start DeepSpeed
         read = load_config(loop_config.named(dist_config, settings), launcher=settings)
         read = with_parallelism(read, given_parallelism(kwargs.pop("parallelism_config", None)))
+        handlers: Any = kwargs.get("kwargs_handlers")
+        read = with_comm_hook(read, handlers or ())
         loop_config.take_accumulation(read.gradient_accumulation_steps, kwargs)
         enter(read)  # the ranks of other roles stay there
         prepare_start()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.hf.comm_hook import asks_for_hook
 from hf_dist.log import say_once
 
 __all__ = ["HANDLERS", "OPTIONS", "check_options"]
@@ -44,7 +45,7 @@ HANDLERS: Mapping[str, str] = {
     "GradScalerKwargs": 'Remove it, and set "fp16": {"initial_scale_power": ..., "loss_scale_window": ...} in dist_config.',
     **dict.fromkeys(("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs"), _FLOAT8),
     "TorchDynamoPlugin": _COMPILE,
-    "DistributedDataParallelKwargs": HONOURED,  # but for what `_check_ddp` refuses
+    "DistributedDataParallelKwargs": HONOURED,  # a hook, by `comm_hook.py`
     **dict.fromkeys(
         ("AutocastKwargs", "InitProcessGroupKwargs", "ProfileKwargs", "GradientAccumulationPlugin"), HONOURED
     ),
@@ -66,22 +67,9 @@ def check_options(arguments: Mapping[str, Any]) -> None:
             problems.append(
                 Problem("kwargs_handlers", kind, "is for what accelerate wraps around a model", HANDLERS[kind])
             )
-        elif kind == "DistributedDataParallelKwargs":
-            problems += _check_ddp(handler)
+        elif kind == "DistributedDataParallelKwargs" and not asks_for_hook(handler):
+            say_once(
+                "DistributedDataParallelKwargs: unused parameters and buckets need no options here, so these have no effect"
+            )
     if problems:
         raise ConfigError(problems)
-
-
-def _check_ddp(handler: object) -> list[Problem]:
-    """Communication hooks change numbers; the other options say how DDP works, which is not used."""
-    fix = 'Remove it, and set "communication_data_type": "bf16" in dist_config for half the bytes.'
-    found = [
-        Problem("kwargs_handlers", f"DistributedDataParallelKwargs({name}={hook})", "compresses DDP's gradients", fix)
-        for name in ("comm_hook", "comm_wrapper")
-        if not str(hook := getattr(handler, name, "no")).lower().endswith("no")
-    ]
-    if not found:
-        say_once(
-            "DistributedDataParallelKwargs: unused parameters and buckets need no options here, so these have no effect"
-        )
-    return found

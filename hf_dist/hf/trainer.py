@@ -26,6 +26,7 @@ from hf_dist.hf.args import DistArgsMixin
 from hf_dist.hf.callbacks import default_callbacks
 from hf_dist.hf.callbacks.console import show_records
 from hf_dist.hf.checkpointing import CheckpointingMixin
+from hf_dist.hf.comm_hook import with_comm_hook
 from hf_dist.hf.counts import parameter_count
 from hf_dist.hf.curriculum import cut_batches
 from hf_dist.hf.data import loaders_left, without_repeated_rows
@@ -102,7 +103,9 @@ class DistTrainerMixin(
                     "by plain data parallelism, as with the stock Trainer"
                 )
             return
-        config = resolve(self.dist, self._auto_sources())
+        # Of a subclass that makes the accelerator itself: TrainingArguments have no hook.
+        asked = with_comm_hook(self.dist, [self.accelerator.ddp_handler])
+        config = resolve(asked, self._auto_sources())
         DistAccelerator.adopt(self.accelerator, config, LoopOfTrainer(self))
         if self.args.should_save:  # as HF does later, with a bare error
             make_folder(self.args.output_dir, "output_dir")

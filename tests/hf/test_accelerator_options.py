@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DDPCommunicationHookType
+from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accelerate.utils.dataclasses import KwargsHandler
 from torch import nn
@@ -34,7 +34,6 @@ def test_the_table_has_every_option_of_accelerate() -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "dynamo_backend": {"dynamo_backend": "eager"},
     "GradScalerKwargs": {"kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]},
-    "comm_hook": {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)]},
     **{name: {name: object()} for name, fix in OPTIONS.items() if fix != HONOURED and "dynamo" not in name},
 }
 

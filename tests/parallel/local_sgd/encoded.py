@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_dist.tensors.codecs import codec_of
-from tests.parallel.local_sgd.on_ranks import fragments_of
+from tests.parallel.local_sgd.on_ranks import fragments_of, held
 from tests.sharding.wires.reference import Batch, Case, Reference
 from tests.sharding.wires.training import batches_of, config_of, model_of, optimizer_of
 
@@ -200,7 +200,7 @@ def on_ranks(rank: int, world: int, cases: Sequence[Met]) -> list[dict[str, Any]
             "parts": [names for names, _ in fragments],
             "numels": numels,
         }
-        results.append(found)
+        results.append(found | {"held": held(engine)})
     return results
 
 

@@ -65,6 +65,13 @@ def test_bytes_between_replicas_are_those_of_the_codec(name: str, outcomes: dict
             assert sent == sum(half[p] for p in (*case.starting(step), *taken_up)), step
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_at_rest_have_the_anchor(name: str, outcomes: dict[str, list[Any]]) -> None:
+    for found in outcomes[name]:
+        for at_rest, planned in found["held"]:
+            assert at_rest == planned
+
+
 def test_what_messages_left_out_is_resumed_bit_for_bit(tmp_path: Any) -> None:
     case = Met(meetings="int4", feedback=True, every=2, steps=8)
     for found in run_ranks(resumed, 2, (case, str(tmp_path / "meetings")), timeout=300):

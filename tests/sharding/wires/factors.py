@@ -28,7 +28,7 @@ class Factors(Case):
     warm: bool = True
     least: float = 2.0
     wire: str | None = None
-    """`communication_data_type`."""
+    """`communication_data_type`: None or "bf16"."""
 
     def is_sent_in_factors(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape is."""
@@ -56,8 +56,9 @@ class FactorReference(Reference):
         """The mean of the ranks' flat gradients, as all of them get it."""
         case, shape = self.case, self.masters[name].shape
         number = len(self.losses)
+        parts = [self.cast(part) for part in parts]
         if kind != "gradients" or number < case.start or not case.is_sent_in_factors(shape):
-            return torch.stack(list(parts)).mean(0)
+            return self.mean(parts)
         rows, columns = sides(shape)
         given = [part.view(rows, columns) + self.rests[name, r] for r, part in enumerate(parts)]
         if (case.warm and (name, "q") not in self.rests) or not case.warm:
@@ -65,13 +66,21 @@ class FactorReference(Reference):
             generator = torch.Generator().manual_seed(seed)
             self.rests[name, "q"] = torch.randn(columns, case.columns_of(shape), generator=generator)
         q = orthonormal(self.rests[name, "q"])
-        p = orthonormal(torch.stack([m @ q for m in given]).mean(0))
+        p = orthonormal(self.mean([self.cast(m @ q) for m in given]))
         back = [m.T @ p for m in given]
         if case.rest:
             for r, (m, b) in enumerate(zip(given, back, strict=True)):
                 self.rests[name, r] = m - p @ b.T
-        self.rests[name, "q"] = torch.stack(back).mean(0)
-        return (p @ self.rests[name, "q"].T).reshape(-1)
+        self.rests[name, "q"] = self.mean([self.cast(b) for b in back])
+        return self.cast(p @ self.rests[name, "q"].T).reshape(-1)
+
+    def cast(self, values: torch.Tensor) -> torch.Tensor:
+        """What is left of values that travel in `case.wire`."""
+        return values if self.case.wire is None else values.bfloat16().float()
+
+    def mean(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of two ranks, added in the dtype that travels."""
+        return self.cast(torch.stack(list(parts)).sum(0)) / len(parts)
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dist.dist.low_rank import orthonormal
+from hf_dist.dist.coded import Residual
+from hf_dist.dist.low_rank import LowRank, LowRankMean, matrices_of, orthonormal
+from hf_dist.dist.mesh import MeshAxis
 from tests.harness import run_ranks
 from tests.parity.train import relative
 from tests.sharding.wires.factors import Factors, alone, not_finite, on_ranks, resumed
@@ -18,6 +20,7 @@ CASES: dict[str, Factors] = {
     "rank 1 at once, tied": Factors(rank=1, start=0, tied=True, family="gpt2"),
     "no feedback, cold": Factors(rest=False, warm=False, start=0, accumulation=2),
     "bf16": Factors(bf16=True, rank=3, start=0),
+    "factors in bf16": Factors(wire="bf16", start=0),
     "all matrices, lora": Factors(least=0.1, rank=1, start=0, lora=True, checkpointing=True),
     "three ranks": Factors(world=3, family="bert", rank=2, start=2, steps=5),
 }
@@ -52,7 +55,7 @@ def test_bytes_are_those_of_the_factors(name: str, outcomes: dict[str, list[Any]
     case = CASES[name]
 
     def ring(numel: int) -> int:
-        return 2 * (case.world - 1) * numel * 4 // case.world
+        return 2 * (case.world - 1) * numel * (2 if case.wire else 4) // case.world
 
     for found in outcomes[name]:
         for step, sent in enumerate(found["sent"]):
@@ -94,3 +97,13 @@ def test_columns_become_orthonormal_and_missing_directions_zero(scale: float) ->
     assert not orthonormal(torch.zeros(40, 4)).any()
     made[2, 1] = torch.nan
     assert not orthonormal(made).isfinite().all()
+
+
+def test_the_host_reads_nothing_of_a_device() -> None:
+    """Tensors on meta have no numbers, so whoever asks for one raises."""
+    form = LowRank(rank=2, start=0)
+    wire = LowRankMean(form, *matrices_of([("w", (40, 30), 0), ("b", (40,), 1216)], form))
+    wire.residuals["directions"] = Residual()
+    wire.residuals["directions"].values = torch.empty(60, device="meta")
+    for _ in range(2):
+        wire.all_reduce(MeshAxis("shard", 1, 0, None), torch.empty(1280, device="meta")).wait()
