@@ -116,9 +116,13 @@ def trained(rank: int, world: int, hooked: bool) -> tuple[list[torch.Tensor], in
     return [p.detach().clone() for p in model.parameters()], sent
 
 
+def both(rank: int, world: int) -> list[Any]:
+    """With the hook, and with the keys."""
+    return [trained(rank, world, hooked) for hooked in (True, False)]
+
+
 def test_a_loop_with_a_hook_equals_one_with_the_keys() -> None:
-    both = [run_ranks(trained, 2, (hooked,)) for hooked in (True, False)]
-    for (one, sent), (other, as_many) in zip(*both, strict=True):
+    for (one, sent), (other, as_many) in run_ranks(both, 2):
         assert sent == as_many
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -204,6 +204,11 @@ def on_ranks(rank: int, world: int, cases: Sequence[Met]) -> list[dict[str, Any]
     return results
 
 
+def two_ranks(rank: int, world: int, cases: Sequence[Met], case: Met, folder: str) -> dict[str, Any]:
+    """All that two ranks do, after one start; `case`: is resumed."""
+    return {"cases": on_ranks(rank, world, cases), "resumed": resumed(rank, world, case, folder)}
+
+
 def resumed(rank: int, world: int, case: Met, folder: str) -> dict[str, Any]:
     """Steps after a save; the same in a new engine that resumes."""
     from hf_dist.hf.state_dict import full_state_dict

@@ -10,7 +10,7 @@ import torch
 from hf_dist.dist.coded import Wire
 from hf_dist.tensors.codecs import codec_of
 from tests.harness import run_ranks
-from tests.parallel.local_sgd.encoded import Met, alone, on_ranks, resumed
+from tests.parallel.local_sgd.encoded import Met, alone, on_ranks, two_ranks
 from tests.parity.train import relative
 
 CASES: dict[str, Met] = {
@@ -26,15 +26,23 @@ CASES: dict[str, Met] = {
 }
 
 
+RESUMED = Met(meetings="int4", feedback=True, every=2, steps=8)
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    """By case: what each rank found; a spawn for each number of ranks."""
-    found: dict[str, list[Any]] = {}
-    for world in sorted({case.num_ranks for case in CASES.values()}):
-        names = [name for name, case in CASES.items() if case.num_ranks == world]
-        ranks = run_ranks(on_ranks, world, ([CASES[name] for name in names],), timeout=300)
-        found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(names)}
-    return found
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two ranks found, after one start."""
+    cases = [case for case in CASES.values() if case.num_ranks == 2]
+    return run_ranks(two_ranks, 2, (cases, RESUMED, str(tmp_path_factory.mktemp("meetings"))), timeout=300)
+
+
+@pytest.fixture(scope="module")
+def outcomes(pair: list[Any]) -> dict[str, list[Any]]:
+    """By case: what each rank found."""
+    twos, fours = ([n for n, case in CASES.items() if case.num_ranks == world] for world in (2, 4))
+    found = {name: [rank["cases"][i] for rank in pair] for i, name in enumerate(twos)}
+    ranks = run_ranks(on_ranks, 4, ([CASES[name] for name in fours],), timeout=300)
+    return found | {name: [rank[i] for rank in ranks] for i, name in enumerate(fours)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,9 +80,9 @@ def test_bytes_at_rest_have_the_anchor(name: str, outcomes: dict[str, list[Any]]
             assert at_rest == planned
 
 
-def test_what_messages_left_out_is_resumed_bit_for_bit(tmp_path: Any) -> None:
-    case = Met(meetings="int4", feedback=True, every=2, steps=8)
-    for found in run_ranks(resumed, 2, (case, str(tmp_path / "meetings")), timeout=300):
+def test_what_messages_left_out_is_resumed_bit_for_bit(pair: list[Any]) -> None:
+    for rank in pair:
+        found = rank["resumed"]
         assert found["straight"][0] == found["resumed"][0]
         for name, weight in found["straight"][1].items():
             assert torch.equal(weight, found["resumed"][1][name]), name

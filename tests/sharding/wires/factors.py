@@ -160,8 +160,17 @@ def on_ranks(rank: int, world: int, cases: Sequence[Factors]) -> list[dict[str, 
     return results
 
 
+def two_ranks(rank: int, world: int, cases: Sequence[Factors], folder: str) -> dict[str, Any]:
+    """All that two ranks do, after one start."""
+    return {
+        "cases": on_ranks(rank, world, cases),
+        "resumed": resumed(rank, world, Factors(start=1), f"{folder}/saved"),
+        "inf": not_finite(rank, world, Factors(start=0)),
+    }
+
+
 def resumed(rank: int, world: int, case: Factors, folder: str) -> dict[str, Any]:
-    """Steps after a save; the same in a new engine that resumes; then at stage 1, which sends whole gradients."""
+    """Steps after a save; the same in a new engine that resumes."""
     Path(folder).mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     engine = engine_of(case)

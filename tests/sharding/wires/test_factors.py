@@ -13,7 +13,7 @@ from hf_dist.dist.low_rank import LowRank, LowRankMean, matrices_of, orthonormal
 from hf_dist.dist.mesh import MeshAxis
 from tests.harness import run_ranks
 from tests.parity.train import relative
-from tests.sharding.wires.factors import Factors, alone, not_finite, on_ranks, resumed
+from tests.sharding.wires.factors import Factors, alone, on_ranks, two_ranks
 
 CASES: dict[str, Factors] = {
     "rank 2": Factors(),
@@ -28,14 +28,19 @@ TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
-    """By case: what each rank found; a spawn for each number of ranks."""
-    found: dict[str, list[Any]] = {}
-    for world in sorted({case.world for case in CASES.values()}):
-        names = [name for name, case in CASES.items() if case.world == world]
-        ranks = run_ranks(on_ranks, world, ([CASES[name] for name in names],), timeout=300)
-        found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(names)}
-    return found
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two ranks found, after one start."""
+    cases = [case for case in CASES.values() if case.world == 2]
+    return run_ranks(two_ranks, 2, (cases, str(tmp_path_factory.mktemp("factors"))), timeout=300)
+
+
+@pytest.fixture(scope="module")
+def outcomes(pair: list[Any]) -> dict[str, list[Any]]:
+    """By case: what each rank found."""
+    twos, threes = ([n for n, case in CASES.items() if case.world == world] for world in (2, 3))
+    found = {name: [rank["cases"][i] for rank in pair] for i, name in enumerate(twos)}
+    ranks = run_ranks(on_ranks, 3, ([CASES[name] for name in threes],), timeout=300)
+    return found | {name: [rank[i] for rank in ranks] for i, name in enumerate(threes)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,15 +78,17 @@ def test_bytes_are_those_of_the_factors(name: str, outcomes: dict[str, list[Any]
             assert sent == sorted(expected), step
 
 
-def test_the_same_layout_resumes_bit_for_bit(tmp_path: Any) -> None:
-    for found in run_ranks(resumed, 2, (Factors(start=1), str(tmp_path / "factors")), timeout=300):
+def test_the_same_layout_resumes_bit_for_bit(pair: list[Any]) -> None:
+    for rank in pair:
+        found = rank["resumed"]
         assert found["straight"][0] == found["resumed"][0]
         for name, weight in found["straight"][1].items():
             assert torch.equal(weight, found["resumed"][1][name]), name
 
 
-def test_a_step_with_inf_leaves_no_trace() -> None:
-    for found in run_ranks(not_finite, 2, (Factors(start=0),), timeout=300):
+def test_a_step_with_inf_leaves_no_trace(pair: list[Any]) -> None:
+    for rank in pair:
+        found = rank["inf"]
         assert found["same"] and not any(found["changed"])
         assert all(map(math.isfinite, found["losses"]))
 
