@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_ends, of_parallelism, of_sharding, of_steps, of_storage
+from tests.mutants import of_ends, of_messages, of_parallelism, of_sharding, of_steps, of_storage
 from tests.mutants.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
@@ -11,4 +11,5 @@ MUTANTS: list[Mutant] = [
     *of_parallelism.MUTANTS,
     *of_storage.MUTANTS,
     *of_ends.MUTANTS,
+    *of_messages.MUTANTS,
 ]
