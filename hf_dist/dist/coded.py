@@ -75,6 +75,12 @@ class Wire:
         """Average `tensor` (1-D) in place. Collective over `axis`."""
         return all_reduce(axis, tensor, self)
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of what messages have left out."""
+        held = (residual.values for residual in self.residuals.values())
+        return sum(values.numel() * values.element_size() for values in held if values is not None)
+
     def encoded(self, message: str, values: torch.Tensor) -> torch.Tensor:
         """`values` ((rows, n), floating) on the wire, uint8 (rows, nbytes); `message`: whose rest is added. Local."""
         wire = torch.empty(len(values), self.codec.nbytes(values.shape[1]), dtype=torch.uint8, device=values.device)
@@ -96,7 +102,7 @@ def all_gather(axis: MeshAxis, own: torch.Tensor, full: torch.Tensor, codec: Cod
     wire = torch.empty(axis.size, codec.nbytes(own.numel()), dtype=torch.uint8, device=own.device)
     codec.encode(own.view(1, -1), wire[axis.rank : axis.rank + 1])
     gather = collectives.all_gather(axis, wire.view(-1))
-    return Handle([gather], lambda: codec.decode(wire, full.view(axis.size, -1)))
+    return Handle([gather], lambda: codec.decode(wire, full.view(axis.size, -1)), memory=wire)
 
 
 def reduce_scatter(axis: MeshAxis, full: torch.Tensor, out: torch.Tensor, wire: Wire) -> Handle:
@@ -127,13 +133,7 @@ def _summed(axis: MeshAxis, sent: torch.Tensor, out: torch.Tensor, codec: Codec,
     handle = collectives.all_to_all(axis, sent, received, rows, rows, reduces=True)
 
     def finish() -> None:
-        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        for rank in range(axis.size):
-            codec.decode(received[rank].view(len(out), -1), total, add=rank > 0)
-        if factor != 1.0:
-            total.mul_(factor)
-        if total is not out:
-            out.copy_(total)
+        codec.decode_sum(received.view(axis.size, len(out), -1), out, factor)
 
     return Handle([handle], finish)
 

@@ -39,12 +39,18 @@ EXCHANGED_NBYTES = 1 << 20
 class Handle:
     """A collective in flight. `wait()` may be called more than once; only the first call has an effect."""
 
-    __slots__ = ("_finish", "_under_way", "_works")
+    __slots__ = ("_finish", "_under_way", "_works", "memory")
 
     def __init__(
-        self, works: list[Any], finish: Callable[[], None] | None = None, lease: GroupLease | None = None
+        self,
+        works: list[Any],
+        finish: Callable[[], None] | None = None,
+        lease: GroupLease | None = None,
+        memory: object = None,
     ) -> None:
-        """`lease`: of the group that the works use; the group does not end before they are complete."""
+        """`lease`: of the group that the works use; the group does not end before they are complete. `memory`: what stays as
+        long as this handle, for a caller that waits for it on another stream than the memory's own."""
+        self.memory = memory
         self._works = works
         self._finish = finish
         # Not the lease itself: an abandoned handle would keep it alive.

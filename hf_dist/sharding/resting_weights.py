@@ -134,9 +134,8 @@ class RestingWeights:
         values = torch.empty(shard.numel(), dtype=shard.dtype, device=link.device)
         link.deliver(self.own(values), self.master.elements if self.master.tier is Tier.DEVICE else self.own(shard))
         link.wait_device()
-        self._spreading = collectives.Handle(
-            [gather_pieces(values, self._outer, self.plan.wires.copies)], lambda: link.deliver(shard, values)
-        )
+        pieces = gather_pieces(values, self._outer, self.plan.wires.copies)
+        self._spreading = collectives.Handle([pieces], lambda: link.deliver(shard, values), memory=pieces)
 
     def arrive(self) -> None:
         """Wait for the pieces of the other copies. Local."""
@@ -151,19 +150,25 @@ class RestingWeights:
 
     def fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours."""
-        if self._spreading is None:
-            return self._fill(full, axis)
-        # The next unit's pieces may still be on their way, which this unit's computation must not wait for.
-        with self.storage.link.aside() as arrival:
-            self.arrive()
-            gather = self._fill(full, axis)
-        return collectives.Handle([gather, *arrival])
-
-    def _fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         if self.second is not None and self.second.holds:
             return self.second.gather(full, axis.size)
-        if self.plan.wires.weights is not None:
-            return self._fill_encoded(full, axis, self.plan.wires.weights)
+        codec, wire = self.plan.wires.weights, None
+        if codec is not None:
+            # Here, not beside: the computation's stream reads it at the end, and its memory then goes back to that stream.
+            nbytes = codec.nbytes(self.plan.gathered[1] - self.plan.gathered[0])
+            wire = torch.empty(axis.size, nbytes, dtype=torch.uint8, device=full.device)
+        if self._spreading is None:
+            return self._fill(full, axis, wire)
+        # The next unit's pieces may still be on their way, which this unit's computation must not wait for.
+        spreading = self._spreading
+        with self.storage.link.aside() as arrival:
+            self.arrive()
+            gather = self._fill(full, axis, wire)
+        return collectives.Handle([gather, *arrival, spreading])  # whose memory is of the computation's stream as well
+
+    def _fill(self, full: torch.Tensor, axis: MeshAxis, wire: torch.Tensor | None) -> collectives.Handle:
+        if wire is not None and self.plan.wires.weights is not None:
+            return self._fill_encoded(full, axis, wire, self.plan.wires.weights)
         if not self.plan.separate:
             return self._all_gather(full, axis)  # in place: this rank's part rests inside of `full`
         start, stop = self.plan.gathered
@@ -175,12 +180,9 @@ class RestingWeights:
         self.shard.release(after=arrival)
         return collectives.Handle([gather, *arrival])
 
-    def _fill_encoded(self, full: torch.Tensor, axis: MeshAxis, codec: Codec) -> collectives.Handle:
+    def _fill_encoded(self, full: torch.Tensor, axis: MeshAxis, wire: torch.Tensor, codec: Codec) -> collectives.Handle:
         assert self.plan.separate, "masters that are a part of the full weights would be rounded"
         values = self.shard.get()
-        part = self.plan.gathered[1] - self.plan.gathered[0]
-        # Here, not beside: the computation's stream reads it at the end, and its memory then goes back to that stream.
-        wire = torch.empty(axis.size, codec.nbytes(part), dtype=torch.uint8, device=full.device)
         with self.storage.link.beside(values) as arrival:
             own = values.to(device=full.device, dtype=full.dtype, non_blocking=True)
             codec.encode(own.view(1, -1), wire[axis.rank : axis.rank + 1])

@@ -28,7 +28,8 @@ def simulated_gpu(rank: int = 0) -> Iterator[Recorder]:
     swaps = mock.patch.object(torch.utils, "swap_tensors", _swap)
     # Sums over gigabytes that nobody has: nine tenths of what a simulated start costs.
     alike = mock.patch("hf_dist.sharding.consistency.checksum", lambda tensor: 0)
-    with as_gpu(recorder), follows_resizes(recorder), on_host(recorder), swaps, alike:
+    fused = mock.patch("hf_dist.tensors.one_kernel.compiled", recorder.compiled)
+    with as_gpu(recorder), follows_resizes(recorder), on_host(recorder), swaps, alike, fused:
         yield recorder
 
 

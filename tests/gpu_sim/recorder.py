@@ -62,6 +62,7 @@ class Recorder(FakeTensorMode):
         self._blocks: dict[int, tuple[int, str, Any]] = {}  # storage -> (block, home, its weak reference)
         self._pinned: set[int] = set()  # blocks of host memory that the GPU reads and writes by itself
         self._known: dict[str, int] = {}  # what the host has waited for
+        self._inside: tuple[set[int], set[int]] | None = None  # blocks that the compiled function here reads and writes
 
     @property
     def avoid_device_init(self) -> bool:
@@ -184,9 +185,35 @@ class Recorder(FakeTensorMode):
         if not any(used):
             return
         blocks = [tuple(self.block_of(t) for t in side) for side in used]
+        if self._inside is not None:
+            in_place = () if func is aten.copy_.default else blocks[1]
+            self._inside[0].update(blocks[0], in_place)
+            self._inside[1].update(blocks[1])
+            return
         what = func._schema.name.rpartition("::")[2]
         stream = self.stream_name() if any(t.is_cuda for t in (*reads, *writes)) else HOST
         self.trace.launch(stream, what, where(), reads=blocks[0], writes=blocks[1], seconds=seconds)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as Inductor compiles it: one kernel, which reads what it is given and writes its result."""
+
+        def kernel(*args: Any) -> Any:
+            self._inside = (set(), set())
+            try:
+                out = function(*args)
+                read, written = self._inside
+            finally:
+                self._inside = None
+            given, made = ([x for x in tree_leaves(side) if isinstance(x, torch.Tensor)] for side in (args, out))
+            reads = [x for x in given if self.block_of(x) in read or self.block_of(x) not in written]
+            writes = [*(x for x in given if self.block_of(x) in written), *made]
+            seconds = costs.LAUNCH + sum(map(costs.nbytes_of, [*reads, *writes])) / costs.MEMORY
+            blocks = [tuple(self.block_of(x) for x in side) for side in (reads, writes)]
+            what = function.__name__.lstrip("_")
+            self.trace.launch(self.stream_name(), what, where(), reads=blocks[0], writes=blocks[1], seconds=seconds)
+            return out
+
+        return kernel
 
     def _copied(self, into: torch.Tensor, source: torch.Tensor, calm: bool) -> None:
         if {into.device.type, source.device.type} != {"cpu", "cuda"} or not into.numel():

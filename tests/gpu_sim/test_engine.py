@@ -26,6 +26,7 @@ AXES: dict[str, Any] = {
     "lora": (False, True),
     "dtype": ("bf16", "fp16"),
     "between": ("nothing", "evaluation", "generation"),
+    "wires": ("none", "all", "hops"),
 }
 
 
@@ -42,19 +43,19 @@ EVERY = cells(AXES, allowed=exists, full=True)
 FEW: list[Cell] = [
     dict(
         stage=2, accumulation=2, checkpointing="none", replicas=1, over=False, offload="optimizer", in_backward=False,
-        budget=False, lora=False, dtype="fp16", between="generation",
+        budget=False, lora=False, dtype="fp16", between="generation", wires="hops",
     ),
     dict(
         stage=3, accumulation=1, checkpointing="host", replicas=2, over=False, offload="both", in_backward=True, budget=True,
-        lora=True, dtype="bf16", between="evaluation",
+        lora=True, dtype="bf16", between="evaluation", wires="none",
     ),
     dict(
         stage=2, accumulation=2, checkpointing="none", replicas=2, over=True, offload="none", in_backward=False,
-        budget=False, lora=False, dtype="bf16", between="nothing",
+        budget=False, lora=False, dtype="bf16", between="nothing", wires="all",
     ),
     dict(
         stage=3, accumulation=1, checkpointing="none", replicas=2, over=True, offload="both", in_backward=False,
-        budget=False, lora=False, dtype="bf16", between="evaluation",
+        budget=False, lora=False, dtype="bf16", between="evaluation", wires="none",
     ),
 ]  # fmt: skip
 """What each axis does beyond the plain steps of `test_trainers.py` (stages 0 and 1) and `test_sequences.py` (stage 3)."""

@@ -42,6 +42,10 @@ class Setting:
     clipping: float = 1.0
     between: str = "nothing"
     """Steps: nothing, evaluation, or generation."""
+    wires: str = "none"
+    """Messages that are encoded: none, all, or hops (all, in two hops, and what is left out is added to the next one)."""
+    second: int = 1
+    """Ranks of a second copy of the weights."""
 
     def config(self) -> dict[str, Any]:
         """The JSON."""
@@ -50,11 +54,17 @@ class Setting:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if self.offload == "both":
             zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        if self.second > 1:
+            zero["zero_hpz_partition_size"] = self.second
         if self.replicas > 1:
             zero["mics_shard_size"] = self.world // self.replicas
         own: dict[str, Any] = {"stall_report_seconds": 0, "check_load": False, "tiled_loss": False}
         if self.over:
             own["optimizer_over"] = "all"
+        if self.wires != "none":
+            own["wires"] = {"weights": "int8", "frozen_weights": "int8", "gradients": "int4", "copies": "int8"}
+        if self.wires == "hops":
+            own["wires"] |= {"machine": 2, "error_feedback": True}
         if self.in_backward:
             own["optimizer_in_backward"] = True
         if self.budget:

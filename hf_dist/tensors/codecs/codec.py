@@ -15,6 +15,8 @@ from typing import ClassVar
 
 import torch
 
+from hf_dist.tensors.one_kernel import one_kernel
+
 __all__ = ["SCALE_NBYTES", "SMALLEST_SCALE", "Codec"]
 
 SCALE_NBYTES = 4
@@ -23,6 +25,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Below it fp32 has no normal numbers, and a division by the scale could overflow."""
 _CHUNK_BLOCKS_NUMEL = 1 << 16
 """Elements that a processor handles at a time, so that what is between two operators stays in its cache."""
+_SENDERS = 8
+"""Messages that a GPU adds up in one kernel; more would make it long to compile."""
 
 
 class Codec(ABC):
@@ -60,7 +64,7 @@ class Codec(ABC):
         """Fill `wire` (uint8, (rows, nbytes(n))) from `values` ((rows, n), any floating dtype). Local."""
         blocks = self._blocks(values)
         for part, scales, payload in self._parts(blocks, wire):
-            scale, packed = self.pack(part.float())
+            scale, packed = one_kernel(self._packed, part)
             scales.copy_(scale)
             payload.copy_(packed)
 
@@ -70,10 +74,31 @@ class Codec(ABC):
         whole = out.shape[-1] % self.block == 0
         blocks = out.view(len(out), -1, self.block) if whole else self._blocks(out)
         for part, scales, payload in self._parts(blocks, wire):
-            values = self.unpack(scales, payload)
-            part.add_(values) if add else part.copy_(values)
+            one_kernel(self._unpacked, part, scales, payload, add)
         if not whole:
             out.copy_(blocks.view(len(out), -1)[:, : out.shape[-1]])
+
+    @torch.no_grad()
+    def decode_sum(self, wires: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+        """Fill `out` ((rows, n), any floating dtype) with the sum of what arrives of `wires` (uint8, (senders, rows,
+        nbytes(n))), added in fp32 in their order, times `factor`. Local."""
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        number, left = divmod(out.shape[-1], self.block)
+        if _in_chunks(out) or left:
+            for sender, wire in enumerate(wires):
+                self.decode(wire, total, add=sender > 0)
+            if factor != 1.0:
+                total.mul_(factor)
+        else:
+            scales = wires[..., : SCALE_NBYTES * number].view(torch.float32)
+            payload = wires[..., SCALE_NBYTES * number :].unflatten(-1, (number, self._payload))
+            blocks = total.view(len(out), number, self.block)
+            for first in range(0, len(wires), _SENDERS):
+                some = slice(first, first + _SENDERS)
+                one = factor if some.stop >= len(wires) else 1.0
+                one_kernel(self._summed, blocks, scales[some], payload[some], first > 0, one)
+        if total is not out:
+            out.copy_(total)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """What arrives of `values` (1-D, any floating dtype), in their dtype: a new tensor. Local."""
@@ -100,6 +125,23 @@ class Codec(ABC):
     def block_bound(self, blocks: torch.Tensor) -> torch.Tensor:
         """`bound` of the elements of `blocks` (fp32, (..., block))."""
 
+    def _packed(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.pack(blocks.float())
+
+    def _unpacked(self, into: torch.Tensor, scales: torch.Tensor, payload: torch.Tensor, add: bool) -> None:
+        values = self.unpack(scales, payload)
+        into.add_(values) if add else into.copy_(values)
+
+    def _summed(
+        self, into: torch.Tensor, scales: torch.Tensor, payload: torch.Tensor, add: bool, factor: float
+    ) -> None:
+        """`into` becomes (itself, if `add`, and) the sum over the first dimension, times `factor`."""
+        parts = [self.unpack(*one) for one in zip(scales, payload, strict=True)]
+        total = into + parts[0] if add else parts[0]
+        for part in parts[1:]:
+            total = total + part
+        into.copy_(total * factor if factor != 1.0 else total)
+
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
         """`values` (rows, n) as (rows, blocks, block): a view, or a copy with zeros behind the elements."""
         missing = -values.shape[-1] % self.block
@@ -112,7 +154,7 @@ class Codec(ABC):
         rows, number, _ = blocks.shape
         scales = wire[:, : SCALE_NBYTES * number].view(torch.float32)
         payload = wire[:, SCALE_NBYTES * number :].view(rows, number, self._payload)
-        if blocks.device.type != "cpu":
+        if not _in_chunks(blocks):
             return [(blocks, scales, payload)]
         most = max(1, _CHUNK_BLOCKS_NUMEL // self.block)
         return [
@@ -120,3 +162,8 @@ class Codec(ABC):
             for row in range(rows)
             for first in range(0, number, most)
         ]
+
+
+def _in_chunks(tensor: torch.Tensor) -> bool:
+    """Whether it is handled chunk by chunk, in the cache of a processor."""
+    return tensor.device.type == "cpu"
