@@ -22,6 +22,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 0}},
     "matrices": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}},
     "sequences": {"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}},
+    "encoded": {
+        "zero_optimization": {"stage": 2},
+        "hf_dist": {"wires": {"weights": "int8", "gradients": "int4", "block": 64}},
+    },
     "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}, "zero_optimization": {"stage": 1}},
 }
 CASES = [
@@ -32,8 +36,8 @@ CASES = [
     # A tiny expert's width does not divide; only a mixture has experts.
     if layout != ("matrices" if "moe" in family else "experts")
 ]
-FEW = [("bert", "matrices", True)]
-"""What `test_check.py` lacks: half precision with cut matrices, of a class other than decoders."""
+FEW = [("bert", "matrices", True), ("gpt2", "encoded", True)]
+"""What `test_check.py` lacks: half precision with cut matrices, of a class other than decoders; encoded messages."""
 
 
 @pytest.mark.parametrize(("family", "layout", "half"), CASES if FULL_GRID else FEW)
@@ -42,4 +46,7 @@ def test_a_right_layout_is_equal(family: str, layout: str, half: bool, tmp_path:
     config = {**LAYOUTS[layout], "gradient_accumulation_steps": 2, "bf16": {"enabled": half}}
     asked = asked_for(tmp_path, family, config, steps=5 if half else 3)
     proof = prove(prepare(asked, tmp_path), asked.world)
+    if layout == "encoded":
+        assert any("in fp32, without bf16" in note for note in proof.notes) == half
+        assert any("Against one that sends numbers as they are: loss" in note for note in proof.notes)
     assert proof.equal, [(row.what, row.difference, row.allowed) for row in proof.rows if not row.equal]

@@ -82,7 +82,9 @@ def prove(job: Job, world: int, timeout: float = 3600) -> Proof:
     proof = compare(job, alone, ranks)
     if not proof.equal:  # then it is worth to learn how far rounding can go
         proof = compare(job, alone, ranks, run_ranks(in_other_draws, 1, (job,), timeout)[0])
-    if proof.equal:
+    if (
+        proof.equal or job.encoding is not None
+    ):  # fewer ranks send other messages, which one process would have to imitate
         return proof
 
     def tried(part: Part) -> Blamed:
@@ -156,6 +158,8 @@ def compare(
             f"allowed is {DRAWN:.0f} times what one process changes when it rounds otherwise (rows of a step in another order, "
             "products in parts), where that is more"
         )
+    if "whole" in alone:
+        notes.append(_of_encoding(expected, alone["whole"]))
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
     if TWICE in by_itself:
@@ -172,6 +176,17 @@ def compare(
     if first["skipped"]:
         notes.append(f"{first['skipped']} of {job.steps} steps were skipped by the loss scale")
     return Proof(rows, job.precision, notes, differs, differs_at)
+
+
+def _of_encoding(encoded: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """How far encoded messages take one process."""
+    apart = whole["differences"][-1]
+    worst = max(apart, key=lambda name: apart[name])
+    loss, norm = (relative(whole[key], encoded[key]) for key in ("losses", "norms"))
+    return (
+        f"one process encodes its messages, too. Against one that sends numbers as they are: loss {loss:.1e}, gradient norm "
+        f"{norm:.1e}, weights after step {len(whole['differences'])} at most {apart[worst]:.1e} ({worst})"
+    )
 
 
 def _joined(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hf_dist.hf.model_class import (
 from hf_dist.model_config import field, text_config
 from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tools.check.data import microbatches
+from hf_dist.tools.check.encoded import Encoding, encoding_of
 
 __all__ = ["Asked", "Job", "prepare"]
 
@@ -80,6 +81,8 @@ class Job:
     steps: int
     data_ranks: int
     accumulation: int
+    encoding: Encoding | None = None
+    """Which messages are encoded, if some are."""
     said: tuple[str, ...] = ()
     """What was changed in the user's config or model, and why."""
 
@@ -152,10 +155,12 @@ def prepare(asked: Asked, folder: Path) -> Job:
     torch.save(batches, folder / "batches.pt")
     layout, left_out = _without_roles(_plain(read, read_config(asked.config).data, micro, accumulation), asked.config)
     said += left_out
+    encoding, layout, changed = encoding_of(layout, model, asked.world)
+    said += changed
     optimizer, params = _optimizer(read)
     alone = {key: layout[key] for key in _SAME_PRECISION if key in layout}
     alone["zero_optimization"] = {"stage": 0}
-    return Job(
+    job = Job(
         folder=str(folder),
         class_name=class_name,
         layout=layout,
@@ -167,6 +172,7 @@ def prepare(asked: Asked, folder: Path) -> Job:
         accumulation=accumulation,
         said=tuple(said),
     )
+    return replace(job, encoding=encoding)
 
 
 def _without_roles(layout: dict[str, Any], config: Path) -> tuple[dict[str, Any], list[str]]:

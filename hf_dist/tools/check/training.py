@@ -19,6 +19,7 @@ from hf_dist.hf.args import DistTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 from hf_dist.model_config import field, text_config
 from hf_dist.tools.check.data import Batch, joined
+from hf_dist.tools.check.encoded import Counts, Messages, counts_of
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
 from hf_dist.tools.check.rounding import in_another_order, in_parts, moved
@@ -47,6 +48,8 @@ class Training:
     """Those of the model's outputs, which a process tells that has the whole model."""
     draw: int = 0
     """If not 0, the number of another draw of the run's rounding (`rounding.py`)."""
+    encodes: bool = True
+    """Whether one process encodes what the layout does; else it trains as if numbers travelled as they are."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
@@ -59,6 +62,8 @@ class Training:
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         looks = _Looks(self)
         made: Any = _Stock if self.config is None else _Ours
+        if self._imitates:
+            made = _Encoded
         trainer = made(
             model=model,
             args=self._arguments(folder),
@@ -69,6 +74,10 @@ class Training:
             callbacks=[looks],
         )
         trainer.remove_callback(PrinterCallback)
+        if self.job.encoding is not None and self._imitates:
+            batches, number = self.job.batches(), self.job.window
+            trainer.messages = Messages(model, self.job.encoding)
+            trainer.windows = [batches[i : i + number] for i in range(0, len(batches), number)]
         looks.trainer = trainer
         outputs: tuple[Outputs, str] = ({}, "")
         evaluation = math.nan
@@ -89,9 +98,14 @@ class Training:
             "refused": outputs[1],
         }
 
+    @property
+    def _imitates(self) -> bool:
+        return self.config is None and self.job.encoding is not None and self.encodes
+
     def _rows(self) -> list[Batch]:
         batches = self.job.batches()
-        rows, step = rows_of(batches), len(rows_of(batches[:1])) * self.job.window
+        # A message is of one microbatch: rows of another one would make it another message.
+        rows, step = rows_of(batches), len(rows_of(batches[:1])) * (1 if self._imitates else self.job.window)
         return in_another_order(rows, step, self.draw) if self.draw else rows
 
     def _arguments(self, folder: str) -> object:
@@ -108,7 +122,7 @@ class Training:
         )
         common |= dict(save_strategy="steps" if self.save_at else "no", save_steps=self.save_at or 1)
         if self.config is None:
-            rows, parts = whole_step(self.job)
+            rows, parts = whole_step(self.job, one_batch=not self._imitates)
             return TrainingArguments(
                 folder, per_device_train_batch_size=rows, gradient_accumulation_steps=parts, **common
             )
@@ -123,12 +137,12 @@ class Training:
         )
 
 
-def whole_step(job: Job) -> tuple[int, int]:
-    """Rows of a batch and batches of a step in one process: one, unless the rows cannot be in one batch."""
+def whole_step(job: Job, *, one_batch: bool = True) -> tuple[int, int]:
+    """Rows of a batch and batches of a step in one process: one, unless the rows cannot be in one batch, or must not."""
     batches = job.batches()
     rows = len(rows_of(batches[:1]))
     steps = [batches[i : i + job.window] for i in range(0, len(batches), job.window)]
-    if any(joined(step) is None for step in steps):
+    if not one_batch or any(joined(step) is None for step in steps):
         return rows, job.window
     return rows * job.window, 1
 
@@ -161,6 +175,40 @@ class _Stock(_Sequential, Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = clip
+
+
+class _Encoded(_Stock):
+    """One process that encodes what the ranks of a layout would send each other."""
+
+    messages: Messages
+    windows: list[list[Batch]]
+    """The microbatches of each step."""
+    counts: Counts | None = None
+    """See `counts_of`."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        window, number = self.windows[self.state.global_step], self.messages.number
+        model.train()
+
+        def loss_of(batch: Any, items: Any = num_items_in_batch) -> torch.Tensor:
+            return cast(
+                torch.Tensor, self.compute_loss(model, self._prepare_inputs(dict(batch)), num_items_in_batch=items)
+            )
+
+        with self.messages.delivered():
+            if self.counts is None:
+                self.counts = counts_of(window, loss_of)
+            counts = self.counts(window)
+            loss = loss_of(inputs) if counts is None else loss_of(inputs, None) * (counts[number] / sum(counts))
+            loss.backward()
+        self.messages.take()
+        if self.messages.number == len(window):
+            self.messages.give()
+        return loss.detach()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self.messages.delivered():
+            return super().evaluation_loop(*args, **kwargs)
 
 
 def clip(params: Iterable[nn.Parameter], most: float, norm_type: float = 2.0) -> torch.Tensor:
