@@ -10,6 +10,7 @@ ranks hold which layers, and how many ranks an axis has.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,10 @@ PATHS: Mapping[str, str] = {
 }
 """Axis -> the config key (or argument) that sets its size, for messages."""
 
+NEIGHBOURS = "neighbours"
+"""Adjacent ranks of `shard` that share a second copy of the weights."""
+HOPS = ("machine on shard", "machines on shard")
+"""Adjacent ranks of `shard` that add up gradients among themselves first, and the ranks of one place in every such block."""
 RANKS_PER_MACHINE = 8
 """Assumed upper bound in plans for jobs whose machines are not described."""
 
@@ -58,6 +63,8 @@ class Axes:
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Ranks along each of `AXES` and along `ep`; an axis that is not named has 1."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Adjacent ranks of `shard` that have an axis of their own: `NEIGHBOURS`, or the first of `HOPS` -> their number."""
 
     def __post_init__(self) -> None:
         assert all(name in AXES or name == "ep" for name in self.sizes), f"no axis, or a view: {self.sizes}"
@@ -105,6 +112,9 @@ class Axes:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis or in a view."""
+        if axis in (NEIGHBOURS, *HOPS):
+            near = self.blocks.get(HOPS[0] if axis == HOPS[1] else axis, 1)
+            return self.size("shard") // near if axis == HOPS[1] else near
         if axis == "edp":
             return self.size("shard") // self.size("ep")
         if axis in AXES or axis == "ep":
@@ -141,6 +151,8 @@ class Axes:
 
         A line lists its ranks by coordinate. Ranks of one line differ only in their coordinate on `axis`.
         """
+        if axis in (NEIGHBOURS, *HOPS):
+            return [part for line in self.lines("shard") for part in self._in_blocks(axis, line)]
         lines: dict[Sequence[int], list[int]] = {}
         parts = self._parts(axis)
         for rank in range(self.world):
@@ -150,12 +162,31 @@ class Axes:
 
     def line(self, axis: str, rank: int) -> list[int]:
         """The line that contains a rank, computed without visiting all ranks."""
+        if axis in (NEIGHBOURS, *HOPS):
+            return next(part for part in self._in_blocks(axis, self.line("shard", rank)) if rank in part)
         parts, found = self._parts(axis), [0]
         for part, at in self._position(axis, rank):
             size = self.size(part)
             places = range(size) if part in parts else (at,)
             found = [before * size + place for before in found for place in places]
         return found
+
+    def _in_blocks(self, axis: str, line: Sequence[int]) -> list[list[int]]:
+        """The lines along an axis of `blocks` that `line`, one of `shard`, is divided into."""
+        size = self.size(HOPS[0] if axis == HOPS[1] else axis)
+        if axis == HOPS[1]:
+            return [list(line[place::size]) for place in range(size)]
+        return [list(line[start : start + size]) for start in range(0, len(line), size)]
+
+    def adjacent(self, along: str, machines: Sequence[object]) -> int:
+        """How many adjacent ranks of a line share a machine, if that is the same number in all of them; else 0.
+
+        `machines`: that of every rank; empty if unknown."""
+        if not machines:
+            return 0
+        lines = self.lines(along)
+        runs = {len(list(run)) for line in lines for _, run in itertools.groupby(line, key=lambda rank: machines[rank])}
+        return runs.pop() if len(runs) == 1 else 0
 
     def describe(self) -> str:
         """Text such as `8 ranks = pp 2 x dp_replicate 1 x dp_shard 4`. Axes of one rank are left out, except the data axes."""

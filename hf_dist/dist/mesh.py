@@ -166,7 +166,7 @@ class ParallelMesh:
         or the whole line. Collective over world. Raises `TopologyError` if the line is not a whole number of blocks."""
         lines = self.axes.lines(along)
         length = len(lines[0])
-        size = size or self._adjacent_on_a_machine(lines)
+        size = size or self.axes.adjacent(along, self.hosts)
         if not 1 < size < length:
             return None
         if length % size:
@@ -179,15 +179,6 @@ class ParallelMesh:
         return self.groups.connected(f"machine on {along}", blocks), self.groups.connected(
             f"machines on {along}", across
         )
-
-    def _adjacent_on_a_machine(self, lines: Sequence[Sequence[int]]) -> int:
-        """How many adjacent ranks of a line share a machine, if that is the same number everywhere; else 0."""
-        if not self.hosts:
-            return 0
-        runs = {
-            len(list(run)) for line in lines for _, run in itertools.groupby(line, key=lambda rank: self.hosts[rank])
-        }
-        return runs.pop() if len(runs) == 1 else 0
 
     def holders(self, stages: Sequence[int]) -> MeshAxis:
         """The ranks at pipeline coordinates `stages` on this rank's pipeline; for weights that several stages hold.

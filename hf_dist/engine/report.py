@@ -23,6 +23,7 @@ from hf_dist.parallel.local_sgd.outer import has_anchor
 from hf_dist.parallel.tensor_on_shards import TensorSplit
 from hf_dist.planning.comm_volume import state_traffic
 from hf_dist.planning.draw_mesh import mesh_lines
+from hf_dist.planning.forms import form_lines
 from hf_dist.planning.optimizer_states import OptimizerStates
 from hf_dist.planning.overhead import measured
 from hf_dist.planning.state_bytes import States
@@ -60,6 +61,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
             *_pieces(sharded, config),
             *_experts(sharded),
             *_replicas(sharded, config),
+            *_forms(sharded, states),
         ],
         "network": _network(sharded),
         "pipeline": pipeline.describe() if pipeline else [],
@@ -89,6 +91,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
             *_pieces(sharded, config),
             *_experts(sharded),
             *_replicas(sharded, config),
+            *_forms(sharded, states),
         ],
         **({"network": network} if (network := _network(sharded)) else {}),
         **({"pipeline": pipeline.describe()} if pipeline else {}),
@@ -129,13 +132,19 @@ def _mesh(sharded: ShardedModel, states: States) -> list[str]:
     numbers = {host: number for number, host in enumerate(dict.fromkeys(mesh.hosts))}
     traffic = state_traffic(states, mesh.axes)
     traffic.pop("dp", None)  # a few numbers: losses and norms
-    lines = mesh_lines(mesh.axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world, traffic)
+    axes = states.in_blocks(mesh.axes)
+    lines = mesh_lines(axes, [numbers[host] for host in mesh.hosts] or [0] * mesh.axes.world, traffic)
     activations = [axis for axis in ("pp", "cp", "tp", "ep") if mesh.axes.size(axis) > 1]
     if activations:
         lines.append(
             f"and activations along {', '.join(activations)}: `hf-dist mesh --model ... --seq ...` counts them"
         )
     return lines
+
+
+def _forms(sharded: ShardedModel, states: States) -> list[str]:
+    """Which messages are encoded."""
+    return [f"encoded: {line}" for line in form_lines(states, sharded.mesh.axes)]
 
 
 def _network(sharded: ShardedModel) -> list[str]:

@@ -14,6 +14,8 @@ over `tp` at the end, all of one kind at once; the norm is reduced over `tp`, to
 gradient once per step; with pieces of its masters (`hf_dist.optimizer_over`) they reduce-scatter it, and all-gather weights.
 Every unit is assumed to be used and reached by backward. Replicas that train alone (`local_sgd`) exchange their movement once
 in several steps; the average per step is given.
+Encoded messages (`hf_dist.wires`) have the bytes of their codec. Such a reduction is an all-to-all, of which an all-reduce
+gathers the means; in two hops one inside of machines, with as many parts as ranks, and one between them with a part of each.
 Activations: `layer_traffic.py`.
 """
 
@@ -22,18 +24,20 @@ from __future__ import annotations
 import torch
 
 from hf_dist.config import settled
-from hf_dist.dist.axes import Axes
+from hf_dist.dist.axes import NEIGHBOURS, Axes
+from hf_dist.planning.mean import Mean
 from hf_dist.planning.planned_unit import PlannedUnit
 from hf_dist.planning.sliced import Crossed, add, merged
 from hf_dist.planning.state_bytes import States
 from hf_dist.sharding.group_axes import DENSE
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.precision import MASTER_DTYPE
+from hf_dist.tensors.codecs import Codec
 
 __all__ = ["Traffic", "state_traffic", "step_traffic"]
 
 Traffic = dict[str, Crossed]
-"""(number, bytes) by operation, for each axis as `dist/axes.py` names it."""
+"""(number, bytes) by operation, for each axis as `dist/axes.py` names it; those of blocks: `States.in_blocks`."""
 
 
 def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) -> Crossed:
@@ -58,8 +62,16 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             sent = (2 if op == "all_reduce" else 1) * (ranks - 1) * nbytes // ranks
             add(found.setdefault(axis, {}), op, times * sent, times)
 
+    def gather(axis: str, ranks: int, numel: int, dtype: torch.dtype, codec: Codec | None, times: int = 1) -> None:
+        nbytes = numel * dtype.itemsize if codec is None else ranks * codec.nbytes(numel // ranks)
+        send(axis, "all_gather", ranks, nbytes, times)
+
+    def reduce(mean: Mean, codec: Codec | None, times: int = 1) -> None:
+        for one in mean.sent(codec):
+            send(*one, times)
+
     alone = states.config.local_sgd.enabled and axes.size("dp_replicate") > 1
-    placements, precision = states.placements, states.precision
+    placements = states.placements
     shards_params, shards_optim = placements.params is Placement.SHARD, placements.optim is Placement.SHARD
     windows = accumulation if placements.grads is Placement.SHARD else 1
     num_trained = 0
@@ -67,34 +79,31 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
     for unit in states.units:
         uses = _uses(states, unit, accumulation)
         for group in unit.groups:
-            shards = group.layout.num_shards
+            shards, wires = group.layout.num_shards, group.at_rest.wires
             axis = "shard" if shards == axes.size("shard") else "edp"
             if shards_params:
                 second = group.at_rest.second
                 far = uses if second is None else min(uses, int(group.trainable))
-                send(axis, "all_gather", shards, group.nbytes, far)
-                send(axis, "all_gather", placements.second, group.nbytes, uses - far)
+                gather(axis, shards, group.layout.numel, group.dtype, wires.weights, far)
+                if second is not None:
+                    send(NEIGHBOURS, "all_gather", placements.second, placements.second * second.nbytes, uses - far)
             if not group.trainable:
                 continue
             num_trained += len(group.layout.slots)
             if shards_optim and not shards_params:
-                send(axis, "all_gather", shards, group.nbytes, 1)
-            on_wire = group.layout.numel * precision.reduce.itemsize
-            send(axis, "reduce_scatter" if shards_optim else "all_reduce", shards, on_wire, windows)
+                gather(axis, shards, group.layout.numel, group.dtype, wires.weights)
+            reduce(states.reduction(group), wires.gradients, windows)
             held = group.at_rest.gradient
             # Copies of a shard: the mean of its gradient, or their pieces of that, and their pieces of the weights afterwards.
             awaiting = group.at_rest.awaiting
             numel = held.numel if awaiting is None else awaiting.numel
             for axis, _ in DENSE:
-                between = MASTER_DTYPE if alone and axis == "dp_replicate" else held.dtype
-                send(
-                    axis,
-                    "all_reduce" if awaiting is None else "reduce_scatter",
-                    axes.size(axis),
-                    numel * between.itemsize,
-                )
+                meets = alone and axis == "dp_replicate"
+                codec = wires.copies if axis == "dp_replicate" and not meets else None
+                dtype = MASTER_DTYPE if meets else held.dtype
+                reduce(Mean(axis, axes.size(axis), numel, dtype, whole=awaiting is None), codec)
                 if awaiting is not None:
-                    send(axis, "all_gather", axes.size(axis), numel * group.dtype.itemsize)
+                    gather(axis, axes.size(axis), numel, group.dtype, codec)
                     numel //= axes.size(axis)
             if group.copies is not None:
                 kind = (*group.copies, held.dtype)

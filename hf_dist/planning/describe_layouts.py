@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hf_dist.format_bytes import seconds_text, size_text
 from hf_dist.planning.found import Found
+from hf_dist.planning.hardware import Hardware
 from hf_dist.planning.search import MOST_TRIED_OF_AXIS
 from hf_dist.planning.step_time import PARTS
+from hf_dist.sharding.wires import NOTHING_ENCODED, Wires
 from hf_dist.svg import Picture
 
-__all__ = ["draw_layouts", "layout_dict", "layout_table", "other_lines"]
+__all__ = ["draw_layouts", "layout_dict", "layout_table", "link_lines", "other_lines"]
 
 _COLOURS = {
     "compute": "#4c78a8",
@@ -28,6 +30,8 @@ _TOP, _BAR, _GAP = 48, 26, 8
 """Pixels of the picture: the two panels from left to right, the bars from above."""
 _MOST_TICKS = 6
 _MOST_REASONS = 3
+_SLOW = 0.1
+"""Share of the step from which fewer bytes are worth a line."""
 
 
 def layout_table(found: Sequence[Found]) -> list[str]:
@@ -71,6 +75,19 @@ def other_lines(others: Mapping[str, Found | None], first: Found) -> list[str]:
             step = f"{seconds_text(found.time.seconds)}, {size_text(found.plan.device_need)}"
             lines.append(f"with {axis}: {found.layout.text}, {step}; loses by {reason(found, first)}")
     return lines
+
+
+def link_lines(found: Found, wires: Wires, hardware: Hardware) -> list[str]:
+    """What would send fewer bytes, if they bound the step; the search itself proposes nothing that changes numbers."""
+    time = found.time  # of what shows, latency is not saved by fewer bytes
+    sending = max(time.inside / hardware.inside, time.between / hardware.between)
+    shown = min(time.parts["weights"], sending) / time.seconds
+    if shown < _SLOW or wires != NOTHING_ENCODED:
+        return []
+    return [
+        f"gathers and reductions that show take {shown:.0%} of the first one's step: hf_dist.wires sends them in 4 or 8 bits, "
+        "which changes the numbers (`hf-dist check` says how far)"
+    ]
 
 
 def reason(found: Found, first: Found) -> str:

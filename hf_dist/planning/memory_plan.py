@@ -1,10 +1,11 @@
 """Does it fit: states, activations and temporary memory on the fullest rank of a job, from a config and a meta model.
 
-Exact: everything stored between two steps (`state_bytes.py`). Estimated: the peak on the device, the larger of two moments:
+Exact: everything stored between two steps (`state_bytes.py`). Estimated: the peak on the device, the largest of three moments:
 
     the loss      resting + gathered + gradients of earlier microbatches + activations + logits, or the last norm's backward
     backward      resting + the recomputed block + the maximum, over the sequence of units, of
                   gathered weights + remaining activations + gradients in flight + reduced gradients
+    the step      resting + encoded weights on their way, where weights rest whole
 
 In addition to tensors, GPU plans count the context, cuBLAS and NCCL (`overhead.py`). Not counted: fragmentation of the
 allocator, memory of other programs, and the host memory of the program itself.
@@ -110,7 +111,7 @@ class MemoryPlan:
         """Peak of tensors on the device; see the module."""
         loss = max(self.activations + self.logits, self.at_last_block + (self.kept.closing if self.kept else 0))
         loss += Temporary(self.states).gathered_at_loss + self.waiting + self.travelling
-        return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward)
+        return self.states.nbytes.resident(Tier.DEVICE) + max(loss, self.backward, Temporary(self.states).after_step)
 
     @property
     def device_need(self) -> int:

@@ -12,9 +12,10 @@ import subprocess
 import torch
 
 from hf_dist.config import DistConfig
-from hf_dist.dist.axes import Axes
+from hf_dist.dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.dist.groups import num_groups
 from hf_dist.sharding.placement import placements_for
+from hf_dist.sharding.wires import wires_for
 
 __all__ = [
     "CHANNEL",
@@ -63,6 +64,7 @@ def groups_after_mesh(config: DistConfig, axes: Axes) -> int:
     shard, alone = axes.size("shard"), axes.size("dp_replicate") > 1 and config.local_sgd.enabled
     neighbours = placements_for(config).second  # with a second copy of the weights
     count = int(1 < neighbours < shard)
+    count += 2 * (wires_for(config).near(axes, RANKS_PER_MACHINE) > 1)
     if alone:  # created by `ParallelMesh.one_replica`
         count += axes.size("cp") > 1 and axes.size("dp_shard") > 1
         count += axes.size("dp") != axes.size("world")

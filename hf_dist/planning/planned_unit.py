@@ -54,6 +54,12 @@ class PlannedUnit:
         return sum(g.nbytes for g in self.groups if not g.at_rest.whole)
 
     @cached_property
+    def encoded(self) -> int:
+        """Bytes of these as they arrive, where gathers are encoded."""
+        found = [(g.layout, g.at_rest.wires.weights) for g in self.groups]
+        return sum(layout.num_shards * codec.nbytes(layout.shard_numel) for layout, codec in found if codec is not None)
+
+    @cached_property
     def learning(self) -> int:
         """Number of elements with gradients, including padding."""
         return sum(g.layout.numel for g in self.groups if g.trainable)

@@ -24,6 +24,7 @@ from hf_dist.parallel.sequence.split import heads_of
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic, state_traffic
 from hf_dist.planning.expert_traffic import ExpertTraffic, advice, choices
+from hf_dist.planning.forms import form_lines
 from hf_dist.planning.layer_traffic import layer_traffic
 from hf_dist.planning.memory_plan import MemoryPlan
 from hf_dist.planning.pipeline_rank import PipelineRank, cut_rank
@@ -62,9 +63,11 @@ class Planner:
         workload: Workload,
         device: int | None = None,
         beside: Callable[[DistConfig, Axes, int], int] = lambda *given: 0,
+        ranks_per_machine: int = RANKS_PER_MACHINE,
     ) -> None:
         """`model` may be on meta; `world_size` counts all ranks; `device`: bytes of a rank's device, if known; `beside`: bytes
         of it that belong to no tensor, as `overhead.estimated` returns."""
+        self.ranks_per_machine = ranks_per_machine
         self.model = model
         self.world_size = world_size
         self.workload = workload
@@ -100,6 +103,7 @@ class Planner:
             pieces=pieces_of(axes, placements_for(config).copies),
         )
         states = replace(states, outer_states=num_outer_states(config, axes.size("dp_replicate")))
+        states = states.on_machines(axes, self.ranks_per_machine)
         measured = self.activations(config)
         known = measured if isinstance(measured, Activations) else None
         kept = own.kept(known, config, self.workload.checkpointing) if known else None
@@ -163,6 +167,10 @@ class Planner:
         rows, tokens = self._expert_rows(config)
         return advice(rows, self._axes(config).size("ep"), tokens)
 
+    def form_lines(self, config: DistConfig, plan: MemoryPlan) -> list[str]:
+        """Which messages are encoded; empty if none is."""
+        return form_lines(plan.states, self._axes(config))
+
     def expert_nbytes(self, config: DistConfig) -> int:
         """Bytes of tokens that a rank sends to experts and back in a step, if all experts are chosen alike."""
         rows, _ = self._expert_rows(config)
@@ -178,7 +186,7 @@ class Planner:
             self.model,
             config,
             shard=axes.size("shard"),
-            here=axes.shards_here(min(self.world_size, RANKS_PER_MACHINE)),
+            here=axes.shards_here(min(self.world_size, self.ranks_per_machine)),
             tokens=tokens,
             recomputed=self.workload.checkpointing or asks_for_checkpointing(config)[0],
             tp=axes.size("tp"),
@@ -186,7 +194,7 @@ class Planner:
         return rows, tokens
 
     def _axes(self, config: DistConfig) -> Axes:
-        here = min(self.world_size, RANKS_PER_MACHINE)
+        here = min(self.world_size, self.ranks_per_machine)
         return axes_of(config, self.world_size, here=here, experts=self._num_experts)
 
     def slices(self, config: DistConfig) -> Sliced | None:

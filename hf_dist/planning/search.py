@@ -43,6 +43,8 @@ from hf_dist.planning.step_time import StepTime, Sum, step_time
 from hf_dist.sharding.group_axes import pieces_of
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.units import find_unit_modules
+from hf_dist.sharding.wires import wires_for
+from hf_dist.tensors.codecs import Codec
 
 __all__ = ["MOST_TRIED_OF_AXIS", "Search"]
 
@@ -225,6 +227,8 @@ class Search:
         config = layout.of(self.config)
         axes = self._axes(layout)
         microbatch = self._microbatch(_alike(layout))
+        if states is not None:
+            axes = states.in_blocks(axes)
         weights = self._rough_traffic(layout) if states is None else state_traffic(states.with_config(config), axes)
         traffic = {**weights}
         for axis, own in self._layer_traffic(layout, microbatch).items():
@@ -275,18 +279,31 @@ class Search:
     def _rough_traffic(self, layout: Layout) -> Traffic:
         """Traffic of weights and gradients, like `wire.state_traffic`, but from the number of parameters."""
         shards, rounds = layout.dp_shard * layout.cp, layout.rounds
-        numel, calls = self._numel(layout), max(1, self.shape.blocks // layout.pp)
+        numel, calls, wires = (
+            self._numel(layout),
+            max(1, self.shape.blocks // layout.pp),
+            wires_for(self.config),
+        )
         gathers, reductions = (rounds.forward + rounds.backward, rounds.reductions) if shards > 1 else (0, 0)
-        nbytes = (2 * gathers + 4 * reductions) * numel * (shards - 1) // shards
-        traffic: Traffic = {"shard": {"all_gather": (calls * (gathers + reductions), nbytes)}}
+        once = numel * (shards - 1) // shards
+        whole = 1 if layout.placements.optim is Placement.SHARD else 2
+        traffic: Traffic = {
+            "shard": {
+                "all_gather": (calls * gathers, gathers * _sent(wires.weights, once, 2)),
+                "reduce_scatter": (calls * reductions, whole * reductions * _sent(wires.gradients, once, 4)),
+            }
+        }
         if layout.dp_replicate > 1:
             copies = layout.dp_replicate
             every = self.config.local_sgd.every if self.config.local_sgd.enabled else 1
             once = numel * (copies - 1) // (shards * copies)
             if layout.over:
-                traffic["dp_replicate"] = {"reduce_scatter": (calls, 4 * once), "all_gather": (calls, 2 * once)}
+                traffic["dp_replicate"] = {
+                    "reduce_scatter": (calls, _sent(wires.copies, once, 4)),
+                    "all_gather": (calls, _sent(wires.copies, once, 2)),
+                }
             else:
-                traffic["dp_replicate"] = {"all_reduce": (calls // every, 8 * once // every)}
+                traffic["dp_replicate"] = {"all_reduce": (calls // every, 2 * _sent(wires.copies, once, 4) // every)}
         return traffic
 
     # ----------------------------------------------------------------- memory
@@ -330,6 +347,7 @@ class Search:
                 pieces=pieces_of(self._axes(layout), layout.placements.copies),
             )
             outer = num_outer_states(config, layout.dp_replicate)
+            states = states.on_machines(self._axes(layout), self.wanted.ranks_per_machine)
             self._states[key] = replace(states, outer_states=outer)
         return self._states[key]
 
@@ -381,6 +399,11 @@ class _Microbatch:
     blocks: int
     early: Mapping[EarlySum, int]
     """Sums over `tp` that begin early -> how many."""
+
+
+def _sent(codec: Codec | None, numel: int, width: int) -> int:
+    """Bytes of `numel` elements, `width` each unless they are encoded."""
+    return numel * width if codec is None else codec.nbytes(numel)
 
 
 def _has(axis: str, layout: Layout) -> bool:

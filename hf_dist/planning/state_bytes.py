@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from hf_dist.config import DistConfig, settled
+from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
 from hf_dist.memory.offload.nvme import disk_nbytes
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.memory.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
 from hf_dist.optim.owners import assigned, heaviest_first
 from hf_dist.parallel.experts.spread import expert_slices
 from hf_dist.parallel.local_sgd.outer import num_outer_states
+from hf_dist.planning.mean import Mean
 from hf_dist.planning.optimizer_states import OptimizerStates
 from hf_dist.planning.planned_unit import PlannedGroup, PlannedUnit
 from hf_dist.sharding.at_rest import TensorAtRest, plan_at_rest
@@ -46,12 +48,16 @@ class StateBytes:
     """Reduced gradients, as the optimizer reads them. Host buffers are kept; device buffers last for one window."""
     awaiting: dict[Tier, int] = field(default_factory=_none)
     """Those of whole shards, if copies have pieces of their masters. Host buffers are kept."""
+    residuals: dict[Tier, int] = field(default_factory=_none)
+    """What encoded reductions have left out, from the first one on."""
     buffers: dict[Tier, int] = field(default_factory=_none)
     """Buffers for transfers to and from disk; an upper bound."""
 
     def resident(self, tier: Tier) -> int:
         """Bytes between two steps, as `engine.resident_nbytes()` counts (which omits buffers that were never needed)."""
-        held = self.weights[tier] + self.masters[tier] + self.optimizer[tier] + self.buffers[tier]
+        held = (
+            self.weights[tier] + self.masters[tier] + self.optimizer[tier] + self.buffers[tier] + self.residuals[tier]
+        )
         return held + (self.gradients[tier] + self.awaiting[tier] if tier is Tier.HOST else 0)
 
 
@@ -71,6 +77,10 @@ class States:
     """By path: units whose gathered weights are kept for another time than `placements` says."""
     outer_states: int = 0
     """Number of fp32 tensors besides the master weights, for replicas that train alone."""
+    near: int = 1
+    """Adjacent ranks of `shard` that add up encoded gradients among themselves before others; 1: one hop."""
+    copies: int = 1
+    """Copies of a shard that exchange its gradient in every step (`dp_replicate`)."""
 
     @classmethod
     def of_engine(cls, sharded: ShardedModel, config: DistConfig, optimizer: OptimizerStates | None = None) -> States:
@@ -83,7 +93,7 @@ class States:
             )
             for u in sharded.units
         )
-        return cls(
+        states = cls(
             _in_module_order(sharded.model, units),
             sharded.placements,
             sharded.precision,
@@ -94,6 +104,9 @@ class States:
             {u.name: u.stay for u in sharded.units},
             num_outer_states(config, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
         )
+        near = max((g.axes.hops[0].size for g in sharded.trainable_groups if g.axes.hops), default=1)
+        copies = 1 if sharded.mesh.replicas is not None else sharded.mesh.axes.size("dp_replicate")
+        return replace(states, near=near, copies=copies)
 
     @classmethod
     def of_model(
@@ -184,6 +197,7 @@ class States:
                     found.awaiting[at_rest.awaiting.tier] += at_rest.awaiting.nbytes
                 self._add_optimizer(group, found.optimizer)
                 self._add_outer(group, found.optimizer)
+                found.residuals[Tier.DEVICE] += self._residuals_nbytes(group)
         found.optimizer[Tier.DEVICE] += self._owned_nbytes()
         if self.frees_gradients and (settled(self.config.gradient_accumulation_steps) or 1) == 1:
             found.gradients[Tier.DEVICE] = max(u.reduced for u in self.units)
@@ -205,9 +219,27 @@ class States:
                     held.awaiting[tier],
                     "exact" if where else "in a window",
                 ),
+                (f"left out of encoded messages{where}", held.residuals[tier], "after a step"),
                 (f"buffers of transfers{where}", held.buffers[tier], "at most"),
             ]
         return [row for row in rows if row[1]]
+
+    def reduction(self, group: PlannedGroup) -> Mean:
+        """The reduction of its gradient among the ranks of a shard."""
+        shards = group.layout.num_shards
+        is_dense = shards == self.shards  # else experts, which others hold the rest of
+        whole = self.placements.optim is not Placement.SHARD
+        near = self.near if is_dense else 1
+        return Mean("shard" if is_dense else "edp", shards, group.layout.numel, self.precision.reduce, whole, near)
+
+    def _residuals_nbytes(self, group: PlannedGroup) -> int:
+        if not self.placements.wires.feedback:
+            return 0
+        wires, awaiting = group.at_rest.wires, group.at_rest.awaiting
+        held = awaiting or group.at_rest.gradient
+        between = Mean("dp_replicate", self.copies, held.numel, held.dtype, whole=awaiting is None)
+        of = ((self.reduction(group), wires.gradients), (between, wires.copies))
+        return 4 * sum(mean.left_out(codec) for mean, codec in of if codec is not None)
 
     def _add_outer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
         stepped = group.at_rest.master or group.at_rest.shard
@@ -271,6 +303,17 @@ class States:
         other.__dict__["nbytes"] = self.nbytes
         return other
 
+    def on_machines(self, axes: Axes, ranks_per_machine: int) -> States:
+        """These states in a job with these axes and machines of so many ranks: copies, and hops of encoded reductions."""
+        copies = 1 if self.config.local_sgd.enabled else axes.size("dp_replicate")
+        return replace(self, near=self.placements.wires.near(axes, ranks_per_machine), copies=copies)
+
+    def in_blocks(self, axes: Axes) -> Axes:
+        """`axes` with those of adjacent ranks: neighbours with a second copy of the weights, hops of encoded reductions."""
+        second = self.placements.second if any(g.at_rest.second is not None for g in self.groups) else 1
+        sizes = {NEIGHBOURS: second, HOPS[0]: self.near}
+        return replace(axes, blocks={name: size for name, size in sizes.items() if size > 1})
+
     def with_config(self, config: DistConfig) -> States:
         """The same states under a config that differs only in what does not rest, namely the number of microbatches."""
         return replace(self, config=config)
@@ -289,10 +332,18 @@ class States:
         """Bytes of units kept gathered beyond their use; all of them are in memory at the end of a forward."""
         return sum(u.nbytes for stay in (Stay.BACKWARD, Stay.WINDOW) for u in self.kept(stay))
 
-    @property
-    def wire(self) -> torch.dtype:
-        """Dtype of gradients in flight."""
-        return self.precision.wire(max(g.layout.num_shards for g in self.groups))
+    @cached_property
+    def shards(self) -> int:
+        """Ranks of a shard."""
+        return max(g.layout.num_shards for g in self.groups)
+
+    def flying(self, numel: int) -> int:
+        """Bytes of gradients in flight: themselves, and encoded ones as they are sent and received, with what feedback adds."""
+        nbytes = numel * self.precision.wire(self.shards).itemsize
+        codec = self.placements.wires.gradients
+        if codec is not None and self.shards > 1:
+            nbytes += 2 * codec.nbytes(numel) + 2 * numel * torch.float32.itemsize * self.placements.wires.feedback
+        return nbytes
 
     @property
     def collects_window(self) -> bool:

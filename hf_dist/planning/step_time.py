@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hf_dist.dist.axes import Axes
+from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic
 from hf_dist.planning.hardware import Hardware, link_of
 from hf_dist.planning.layouts import Layout
-from hf_dist.planning.sliced import EarlySum
+from hf_dist.planning.sliced import Crossed, EarlySum
 from hf_dist.sharding.group_axes import DENSE
 from hf_dist.sharding.placement import Placement
 
@@ -38,7 +38,9 @@ _STATES_NBYTES = 32
 _NORM_NBYTES = 4
 """Bytes per element that a rank steps: its gradient, read for the norm."""
 _PAIRWISE = ("ep", "cp")
-_OF_WEIGHTS = ("shard", "edp", "dp", *(axis for axis, _ in DENSE))
+_OF_SHARDS = ("shard", "edp", NEIGHBOURS, *HOPS)
+_OF_COPIES = tuple(axis for axis, _ in DENSE)
+_OF_WEIGHTS = (*_OF_SHARDS, *_OF_COPIES, "dp")
 """Axes along which weights and gradients travel."""
 
 
@@ -118,16 +120,9 @@ def step_time(
     """`traffic`: of a rank in a step; `bubble`: the schedule's share; `numel`: a rank's parameters before ZeRO; `ends`: the
     share of them that is gathered before anything runs, and whose gradients come last; `early`: sums over `tp` of a microbatch
     that begin early -> how many."""
-    seconds: dict[str, float] = {}
-    inside = between = 0
-    sent: dict[str, int] = {}
-    for axis, crossed in traffic.items():
-        link = link_of(axes, axis, hardware.ranks_per_machine)
-        nbytes, count = sum(n for _, n in crossed.values()), sum(c for c, _ in crossed.values())
-        here, away = link.split(nbytes, pairwise=axis in _PAIRWISE)
-        inside, between = inside + here, between + away
-        sent[axis] = nbytes
-        seconds[axis] = max(here / hardware.inside, away / hardware.between) + count * hardware.latency
+    links = _Links(axes, hardware)
+    seconds = {axis: links.seconds(axis, crossed) for axis, crossed in traffic.items()}
+    split = [links.split(axis, crossed) for axis, crossed in traffic.items()]
     hidden = sum(
         count * min(hardware.latency + one.nbytes / hardware.inside, one.flops / hardware.flops)
         for one, count in (early or {}).items()
@@ -144,17 +139,71 @@ def step_time(
         "tp": max(0.0, seconds.get("tp", 0.0) - number * hidden),
         "cp": seconds.get("cp", 0.0),
         "ep": seconds.get("ep", 0.0),
-        "weights": _exposed(layout, seconds, work, ends, optimizer) + seconds.get("dp", 0.0),
+        "weights": _exposed(layout, _Sends.of(traffic, layout, links), work, ends, optimizer) + seconds.get("dp", 0.0),
         "bubble": 0.0,
         "optimizer": optimizer,
     }
     busy = sum(parts[name] for name in ("compute", "recomputation", "tp", "cp", "ep"))
     parts["bubble"] = busy * bubble / (1 - bubble)
+    inside, between = sum(here for here, _ in split), sum(away for _, away in split)
+    sent = {axis: sum(n for _, n in crossed.values()) for axis, crossed in traffic.items()}
     return StepTime(parts, bubble, inside, between, sent, seconds)
 
 
-def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: float, optimizer: float) -> float:
-    """Seconds of gathers and reductions that computation does not hide. A reduction (fp32) takes twice as long as a gather.
+@dataclass(frozen=True)
+class _Links:
+    """What a rank's sends along an axis take."""
+
+    axes: Axes
+    hardware: Hardware
+
+    def split(self, axis: str, crossed: Crossed) -> tuple[int, int]:
+        """Bytes inside of a machine, and between machines."""
+        link = link_of(self.axes, axis, self.hardware.ranks_per_machine)
+        return link.split(sum(n for _, n in crossed.values()), pairwise=axis in _PAIRWISE)
+
+    def seconds(self, axis: str, crossed: Crossed) -> float:
+        """If nothing ran beside them."""
+        here, away = self.split(axis, crossed)
+        latency = sum(count for count, _ in crossed.values()) * self.hardware.latency
+        return max(here / self.hardware.inside, away / self.hardware.between) + latency
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """Seconds of weights and gradients in a step, if nothing ran beside them."""
+
+    gathers: float
+    """Of all gathers among the ranks of a shard."""
+    reductions: float
+    spread: float
+    """Of the pieces of weights that copies of a shard gather, if the optimizer is sharded over them."""
+    copies: float
+    """Of gradients between copies of a shard."""
+
+    @classmethod
+    def of(cls, traffic: Traffic, layout: Layout, links: _Links) -> _Sends:
+        """An encoded all-reduce ends with a gather, too."""
+
+        def of(names: tuple[str, ...], gathers: bool, *, gathered: bool) -> float:
+            found = 0.0
+            for axis in names:
+                own = {op: n for op, n in traffic.get(axis, {}).items() if (gathered and op == "all_gather") is gathers}
+                found += links.seconds(axis, own) if own else 0.0
+            return found
+
+        rounds = layout.rounds
+        weights = bool(rounds.forward + rounds.backward)
+        return cls(
+            of(_OF_SHARDS, True, gathered=weights),
+            of(_OF_SHARDS, False, gathered=weights),
+            of(_OF_COPIES, True, gathered=layout.over),
+            of(_OF_COPIES, False, gathered=layout.over),
+        )
+
+
+def _exposed(layout: Layout, sends: _Sends, work: Sum, ends: float, optimizer: float) -> float:
+    """Seconds of gathers and reductions that computation does not hide.
 
     Norms of complete gradients are computed beside the last reductions. At stages 1 and 2 the first gather runs beside the
     optimizer, which takes `optimizer` seconds and steps that unit first.
@@ -162,16 +211,14 @@ def _exposed(layout: Layout, seconds: Mapping[str, float], work: Sum, ends: floa
     optimizer is sharded over them, their weights are gathered once as well, before the first gather of the shards.
     """
     states, rounds = layout.placements, layout.rounds
-    shards = seconds.get("shard", 0.0) + seconds.get("edp", 0.0)
-    copies = sum(seconds.get(axis, 0.0) for axis, _ in DENSE)
-    spread = copies / 3 if layout.over else 0.0
-    copies -= spread
-    one = shards / (rounds.forward + rounds.backward + 2 * rounds.reductions)
+    spread, copies = sends.spread, sends.copies
+    one = sends.gathers / max(1, rounds.forward + rounds.backward)
+    reduction = sends.reductions / max(1, rounds.reductions)
     before = max(0.0, (rounds.forward - 1) * (one - work.forward))
     before += max(0.0, one + spread - work.forward) if rounds.forward else 0.0
     beside = rounds.reductions * (2 * work.forward + work.again)
-    after = max(0.0, (rounds.backward + 2 * rounds.reductions) * one + copies - beside)
-    first, last = ends * (min(rounds.forward, 1) * one + spread), ends * (2 * one + copies)
+    after = max(0.0, rounds.backward * one + sends.reductions + copies - beside)
+    first, last = ends * (min(rounds.forward, 1) * one + spread), ends * (reduction + copies)
     if states.optim is not states.params:  # the optimizer's own shards are gathered
         first = max(0.0, first - (1 - ends) * optimizer)
     last = max(0.0, last - (1 - ends) * optimizer * _NORM_NBYTES / _STATES_NBYTES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_dist.config import settled
 from hf_dist.planning.planned_unit import PlannedUnit
 from hf_dist.planning.state_bytes import States
-from hf_dist.sharding.placement import Stay
+from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.reducer import MAX_REDUCTIONS_IN_FLIGHT
 
 
@@ -35,19 +35,31 @@ class Temporary:
         return self.states.kept_nbytes + used
 
     @property
+    def after_step(self) -> int:
+        """Bytes of encoded messages after a step: where weights rest whole, all units' arrive before the next forward."""
+        whole = self.states.placements.params is not Placement.SHARD
+        return self._encoded(self.states.units) if whole else 0
+
+    @property
     def gathered_at_loss(self) -> int:
         """Bytes gathered at the start of backward: kept units, root, last unit, what is prefetched after the root."""
         root, *others = self.states.units
         backward = [u for u in others[::-1] if u.needed_in_backward]
-        return self.states.kept_nbytes + self._gathered([root, *(self._prefetched(backward) or backward[:1])])
+        arriving = self._prefetched(backward) or backward[:1]
+        return self.states.kept_nbytes + self._gathered([root, *arriving]) + self._encoded(arriving)
 
     def _used(self, order: Sequence[PlannedUnit], k: int) -> int:
         """Bytes of the root, unit k of a pass in this `order`, and what is prefetched while it computes, without kept units."""
-        return self._gathered([self.states.units[0], *order[k : k + 1], *self._prefetched(order[k + 1 :])])
+        arriving = [*order[k : k + 1], *self._prefetched(order[k + 1 :])]
+        return self._gathered([self.states.units[0], *arriving]) + self._encoded(arriving)
 
     def _gathered(self, units: Sequence[PlannedUnit]) -> int:
         """Bytes of those units that are sharded and kept only for their use."""
         return sum(u.nbytes for u in units if self.states.stay(u) is Stay.USE)
+
+    def _encoded(self, units: Sequence[PlannedUnit]) -> int:
+        """Bytes of the encoded messages from which these weights are decoded."""
+        return sum(u.encoded for u in units)
 
     def _prefetched(self, following: Sequence[PlannedUnit]) -> list[PlannedUnit]:
         """The next units of a pass that are prefetched: one, and more while they fit into the bucket."""
@@ -72,10 +84,9 @@ class Temporary:
         adds; `accumulated`: reduced gradients of earlier microbatches exist. The root begins with the head. If it ends
         with an embedding, its gradients stay in flight.
         """
-        wire = self.states.wire.itemsize
         root, blocks = self.states.units[0], self.states.units[:0:-1]
         order = [*blocks, root] if root.stands_first else [root, *blocks]
-        waits = root.learning * wire if root.stands_first else 0
+        waits = self.states.flying(root.learning) if root.stands_first else 0
         sent = [0 if waits and u is root else u.learning for u in order]
         whole = sum(u.awaiting for u in self.states.units)
         # Copies combine these while the next units compute.
@@ -90,7 +101,8 @@ class Temporary:
             else:  # a root behind the blocks has released its weights together with its gradients
                 stays = [] if root.learning and not root.stands_first else [root]
                 read = [u for u in blocks[done:] if u.needed_in_backward]
-                used = self._gathered([*stays, *read[:1], *self._prefetched(read[1:])])
+                arriving = [*read[:1], *self._prefetched(read[1:])]
+                used = self._gathered([*stays, *arriving]) + self._encoded(arriving)
             here = kept + used + waits + left + (whole if accumulated else reduced + combined) - stepped
             passes = recomputed if unit is not root and unit.needed_in_backward else 0
             most = max(most, here + self._of_unit(unit, self.in_flight(sent[:k]), sent[k], passes))
@@ -104,13 +116,13 @@ class Temporary:
         `passes`: bytes present at its start. If its gradient does not fit beside those in flight, it waits in the dtype of the
         weights: it grows while `passes` shrinks, and moves when the weights are freed and the others are reduced.
         """
-        wire = self.states.wire.itemsize
+        fly = self.states.flying
         most = settled(self.states.config.zero_optimization.reduce_bucket_size)
         if not flying or flying + numel <= most:
-            return (flying + numel) * wire + passes + unit.newest
+            return fly(flying + numel) + passes + unit.newest
         waiting = numel * self.states.precision.compute.itemsize
         freed = unit.nbytes if unit.needed_in_backward and self.states.stay(unit) is not Stay.WINDOW else 0
-        return max(flying * wire + max(passes, waiting) + unit.newest, waiting + max(flying, numel) * wire - freed)
+        return max(fly(flying) + max(passes, waiting) + unit.newest, waiting + fly(max(flying, numel)) - freed)
 
     def in_flight(self, sent: Sequence[int]) -> int:
         """Elements in flight once the last of the units `sent` is with the reducer, which waits for earlier ones."""

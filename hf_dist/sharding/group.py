@@ -393,7 +393,8 @@ class FlatGroup:
         return collectives.Handle([handle], lambda: into.add(out))
 
     def resident_nbytes(self) -> dict[Tier, int]:
-        """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients."""
+        """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients, device
+        bytes what encoded messages have left out."""
         held = dict.fromkeys(Tier, 0)
         if self.full.is_allocated:
             held[Tier.DEVICE] += self.full.values.numel() * self.full.values.element_size()
@@ -401,6 +402,7 @@ class FlatGroup:
             if self.at_rest.separate or state is not self.rest.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
         held[Tier.DEVICE] += self.rest.second.nbytes if self.rest.second is not None else 0
+        held[Tier.DEVICE] += sum(wire.resident_nbytes for wire in self.messages.values())
         held[Tier.HOST] += self.gradient.host_nbytes + (self.awaiting.host_nbytes if self.awaiting else 0)
         return held
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_dist.config import DistConfig
+from hf_dist.dist.axes import Axes
 from hf_dist.dist.low_rank import LowRank
 from hf_dist.sharding.layout import ALIGNMENT
 from hf_dist.tensors.codecs import Codec, codec_of
@@ -66,6 +67,15 @@ class Wires:
         """Multiple of elements at which parameters and shards begin, so that no block has elements of two."""
         of_groups = (self.weights, self.frozen, self.gradients, self.copies, self.meetings)
         return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])
+
+    def near(self, axes: Axes, ranks_per_machine: int) -> int:
+        """Adjacent ranks of `shard` that add up gradients among themselves before others, on machines of so many ranks each;
+        1: one hop. As `ParallelMesh.hops` makes them."""
+        if self.gradients is None:
+            return 1
+        shards = axes.size("shard")
+        size = self.machine or axes.adjacent("shard", [rank // ranks_per_machine for rank in range(axes.world)])
+        return size if 1 < size < shards and shards % size == 0 else 1
 
     def of_group(self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool) -> GroupWires:
         """What holds for one group. `gathers`: several ranks gather its weights; `reduces`: several ranks reduce its gradient;

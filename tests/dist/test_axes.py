@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_dist.config import axes_of, load_config
-from hf_dist.dist.axes import AXES, EXPERTS, Axes
+from hf_dist.dist.axes import AXES, EXPERTS, HOPS, NEIGHBOURS, Axes
 from hf_dist.errors import ConfigError
 
 VIEWS = list(dict.fromkeys(view for views in AXES.values() for view in views))
@@ -137,6 +137,21 @@ def test_as_many_neighbours_as_ranks_or_more_need_no_second_copy() -> None:
     for size in (1, 2, 4, 16):
         section = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
         assert axes_of(load_config(section), 4).size("shard") == 4
+
+
+def test_blocks_of_adjacent_ranks_are_axes_of_their_own() -> None:
+    axes = Axes({"dp_shard": 4, "tp": 2}, {NEIGHBOURS: 2, HOPS[0]: 2})
+    assert axes.lines(HOPS[0]) == axes.lines(NEIGHBOURS) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert axes.lines(HOPS[1]) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert [axes.size(name) for name in (NEIGHBOURS, *HOPS)] == [2, 2, 2]
+    for name in (NEIGHBOURS, *HOPS):
+        assert all(axes.line(name, rank) == line for line in axes.lines(name) for rank in line)
+    assert Axes({"dp_shard": 4}).size(HOPS[1]) == 4
+
+
+@pytest.mark.parametrize(("machines", "adjacent"), [("aabb", 2), ("aaaa", 4), ("abab", 1), ("aaab", 0), ("", 0)])
+def test_adjacent_ranks_of_a_machine_are_as_many_in_every_line_or_unknown(machines: str, adjacent: int) -> None:
+    assert Axes({"dp_shard": 4}).adjacent("shard", machines) == adjacent
 
 
 def test_a_name_that_is_no_axis_is_refused() -> None:

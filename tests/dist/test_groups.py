@@ -130,6 +130,7 @@ def test_ranks_that_connect_late_say_the_same_with_fewer_connections() -> None:
 COMMUNICATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sharded": ({"zero_optimization": {"stage": 3}}, {}),
     "second copy": ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, {}),
+    "two hops": ({"hf_dist": {"wires": {"gradients": "int8", "machine": 2}}}, {}),
     "copies": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, {}),
     "stages": ({"pipeline": {"stages": 4}}, {}),
     "tied over stages": ({"pipeline": {"stages": 4}}, {"tie_word_embeddings": True}),
@@ -150,7 +151,7 @@ COMMUNICATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Config, and fields of the model."""
 COMMUNICATORS = some_of(
     COMMUNICATORS,
-    *("second copy", "tied over stages", "heads of keys between neighbours", "sequences both ways"),
+    *("second copy", "two hops", "tied over stages", "heads of keys between neighbours", "sequences both ways"),
     "slices of copies that train alone",
 )  # each kind of group once
 

@@ -42,6 +42,31 @@ def test_what_shows_is_what_layouts_are_chosen_by(engine: str) -> None:
     assert found.exposed == pytest.approx(run.seconds - run.busy[COMPUTE], rel=0.3)
 
 
+WIRES = {"weights": "int8", "gradients": "int4"}
+ENCODED = some_of({"zero0": (50e9, 1.3), "zero3": (50e9, 1.15), "zero0 near": (costs.NETWORK, 1.0)}, "zero3")
+"""Engine -> bytes per second, and the most that a step may take: of the computation that it has without codecs; near: of the
+whole step without codecs."""
+
+
+@functools.cache
+def encoded(stage: int, network: float) -> Outcome:
+    (found,) = simulate("tests.gpu_sim.timed:run", f"zero{stage}", 8, network, CASE, {}, WIRES)
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_encoded_messages_hide_behind_the_computation_on_slow_links(name: str) -> None:
+    network, most = ENCODED[name]
+    found, plain = encoded(int(name[4]), network), outcome(name[:5])
+    assert found.hung == []
+    assert found.seconds < most * (plain.seconds if "near" in name else plain.busy[COMPUTE])
+
+
+def test_layouts_are_chosen_by_the_bytes_of_encoded_messages() -> None:
+    found, run = looked_up(3, 50e9, CASE, WIRES), encoded(3, 50e9)
+    assert found.exposed == pytest.approx(run.seconds - run.busy[COMPUTE], rel=0.3)
+
+
 FOUR_OF_EIGHT = (4, 8, 8 if FULL_GRID else 4)
 """Machines, their ranks, microbatches."""
 BETWEEN = (50e9, 50e9 / 8) if FULL_GRID else (50e9,)

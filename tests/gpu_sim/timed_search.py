@@ -7,6 +7,7 @@ itself torch takes the kernels that write all scores for tensors without element
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,17 +49,17 @@ def fused_attention() -> Iterator[None]:
         yield
 
 
-def run(rank: int, meet: str, stage: int, network: float, case: Case) -> Outcome:
-    """The last of some steps."""
+def run(rank: int, meet: str, stage: int, network: float, case: Case, wires: dict[str, Any] | None = None) -> Outcome:
+    """The last of some steps; `wires`: keys of `hf_dist.wires`."""
     with fused_attention():
-        return timed.run(rank, meet, f"zero{stage}", WORLD, network, case)
+        return timed.run(rank, meet, f"zero{stage}", WORLD, network, case, {}, wires)
 
 
-def looked_up(stage: int, network: float, case: Case) -> StepTime:
+def looked_up(stage: int, network: float, case: Case, wires: dict[str, Any] | None = None) -> StepTime:
     """The same step, as the search takes it to be."""
     with torch.device("meta"):
         model = case.llama()
-    own = {"gradient_clipping": CLIPPING, "hf_dist": {"tiled_loss": False}}
+    own = {"gradient_clipping": CLIPPING, "hf_dist": {"tiled_loss": False, "wires": wires or {}}}
     read = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **own})
     config = resolve_without_trainer(read, data_ranks=1, hidden_size=case.width, on_gpu=True)
     speeds = Hardware(costs.FLOPS, costs.MEMORY, network, network, costs.HOST_LINK, costs.LATENCY, WORLD)
@@ -76,14 +77,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--network", nargs="+", type=float, default=[costs.NETWORK / 1e9, 50.0], help="GB per second")
+    parser.add_argument("--wires", type=json.loads, default={}, help="keys of hf_dist.wires, JSON")
     given = parser.parse_args()
     case = replace(timed.LAYERS, layers=given.layers)
     print("| ZeRO | GB/s | simulated ms | of it computing | shows | search ms | computing | shows |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     for network in given.network:
         for stage in given.stages:
-            (outcome,) = simulate("tests.gpu_sim.timed_search:run", stage, network * 1e9, case)
-            found = looked_up(stage, network * 1e9, case)
+            (outcome,) = simulate("tests.gpu_sim.timed_search:run", stage, network * 1e9, case, given.wires)
+            found = looked_up(stage, network * 1e9, case, given.wires)
             busy = outcome.busy[COMPUTE]
             times = (outcome.seconds, busy, outcome.seconds - busy)
             times += (found.seconds, found.seconds - found.exposed, found.exposed)

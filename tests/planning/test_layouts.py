@@ -16,9 +16,10 @@ import torch
 from typer.testing import CliRunner
 
 from hf_dist.config import axes_of, load_config, resolve_without_trainer
+from hf_dist.dist.axes import HOPS
 from hf_dist.errors import ConfigError, ModelError
 from hf_dist.parallel.pipeline.meta import meta_twin
-from hf_dist.planning.describe_layouts import other_lines
+from hf_dist.planning.describe_layouts import link_lines, other_lines
 from hf_dist.planning.found import Found
 from hf_dist.planning.fused import FusedKernels
 from hf_dist.planning.hardware import Hardware, Link, link_of
@@ -27,6 +28,7 @@ from hf_dist.planning.memory_plan import Limits
 from hf_dist.planning.planner import Planner, Workload
 from hf_dist.planning.search import MOST_TRIED_OF_AXIS, Search
 from hf_dist.planning.why_none import why_none
+from hf_dist.sharding.wires import wires_for
 from hf_dist.tools.cli import app
 from tests.covering import FULL_GRID, FULL_GRID_ONLY
 from tests.parity.families import make_model
@@ -154,6 +156,25 @@ def test_axes_that_none_of_the_best_has_are_shown_with_what_they_lose() -> None:
     lines = other_lines({**others, "ep": None}, first[0])
     assert lines[-1] == f"with ep: none of the {MOST_TRIED_OF_AXIS} fastest fits"
     assert all(line.startswith(f"with {axis}: ") for axis, line in zip(others, lines, strict=False))
+
+
+def test_links_that_bound_a_step_are_told_of_codecs_which_no_layout_sets() -> None:
+    layout = Layout(dp_shard=8, stage=3, microbatches=8)
+    slow = Hardware(inside=1e8, between=1e7, ranks_per_machine=4)
+    encoded = start().replaced({"hf_dist.wires.weights": ("int8", "test"), "hf_dist.wires.gradients": ("int4", "test")})
+    plain, coded = (
+        Search(meta("llama"), config, WANTED, Limits(ROOM, None, 4), slow).planned(layout)
+        for config in (start(), encoded)
+    )
+    assert coded.time.parts["weights"] < 0.6 * plain.time.parts["weights"]
+    assert coded.time.sent[HOPS[0]] > coded.time.sent[HOPS[1]] > 0  # machines of 4 add up first
+    assert coded.time.between < 0.5 * plain.time.between
+    (line,) = link_lines(plain, wires_for(start()), slow)
+    assert "hf_dist.wires" in line and "changes the numbers" in line
+    assert link_lines(coded, wires_for(encoded), slow) == []
+    assert not any("wires" in path for path in layout.values)
+    fast = Search(meta("llama"), start(), WANTED, Limits(ROOM, None, 4), Hardware(1e10, inside=1e12, between=1e12))
+    assert link_lines(fast.planned(layout), wires_for(start()), fast.hardware) == []
 
 
 def test_a_layout_of_slices_and_one_of_experts_can_be_asked_for() -> None:

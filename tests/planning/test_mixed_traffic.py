@@ -96,10 +96,70 @@ CASES: dict[str, dict[str, Any]] = {
         "hf_dist": {"sequence_regions": False},
     },
 }
+ALL: dict[str, Any] = {"weights": "int8", "gradients": "int4", "copies": "fp8_e4m3", "block": 64}
+HOPS: dict[str, Any] = {"weights": "int8", "gradients": "int8", "machine": 2, "error_feedback": True, "block": 128}
+ENCODED: dict[str, dict[str, Any]] = {
+    "z0-hops-encoded": {"zero_optimization": {"stage": 0}, "hf_dist": {"wires": HOPS}},
+    "z2-hops-encoded": {"zero_optimization": {"stage": 2}, "hf_dist": {"wires": HOPS}},
+    "hpz-hops-encoded": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+        "hf_dist": {"wires": HOPS},
+    },
+    "hpz-whole-encoded": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+        "hf_dist": {"wires": {**ALL, "second_copy": "whole"}},
+    },
+    "copies-encoded": {
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "hf_dist": {"wires": {**ALL, "error_feedback": True}},
+    },
+    "copies-over-encoded": {
+        "zero_optimization": {"stage": 1, "mics_shard_size": 2},
+        "hf_dist": {"wires": {**ALL, "error_feedback": True}, "optimizer_over": "all"},
+    },
+    "ep2-copies-over-encoded": {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 2, "mics_shard_size": 2},
+        "hf_dist": {"optimizer_over": "all", "wires": ALL},
+    },
+    "tp2-ep2-z3-encoded": {
+        "tensor_parallel": {"autotp_size": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 3},
+        "hf_dist": {"wires": {**ALL, "error_feedback": True}},
+    },
+    "ep2-z3-hops-encoded": {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 3},
+        "hf_dist": {"wires": HOPS},
+    },
+    "cp2-hops-encoded": {
+        "sequence_parallel_size": 2,
+        "zero_optimization": {"stage": 3},
+        "hf_dist": {"sequence_parallel": "ring", "wires": HOPS},
+    },
+    "cp4-copies-over-encoded": {
+        "sequence_parallel_size": 4,
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "hf_dist": {"optimizer_over": "all", "wires": ALL},
+    },
+    "pp2-z3-every-microbatch-encoded": {
+        "pipeline": {"partition_method": "uniform", "stages": 2, "reshard_per_microbatch": True},
+        "zero_optimization": {"stage": 3},
+        "hf_dist": {"wires": {**ALL, "error_feedback": True}},
+    },
+}
+"""Every kind of message in a codec, alone and beside the other axes."""
 CASES = some_of(CASES, "cp2-ring-copies", "ep2-copies-over", "tp2-ep2-z3", "pp2-tp2-z3-interleaved-early")
 """By default every axis: copies, spread experts, and stages that split their sequences."""
+CASES |= some_of(
+    ENCODED,
+    *("z0-hops-encoded", "hpz-hops-encoded", "copies-encoded", "copies-over-encoded", "tp2-ep2-z3-encoded"),
+    "pp2-z3-every-microbatch-encoded",
+)
 SEQ = LENGTH + 1
-AXES = ("shard", "edp", "dp_replicate", "cp_replicate", "tp", "cp", "pp")
+OF_WEIGHTS = ("shard", "edp", "dp_replicate", "cp_replicate", "neighbours", "machine on shard", "machines on shard")
+AXES = (*OF_WEIGHTS, "tp", "cp", "pp")
 
 
 def config_of(case: str) -> dict[str, Any]:
@@ -200,11 +260,17 @@ def test_bytes_at_rest_equal_the_plan(case: str) -> None:
 def test_the_start_up_report_says_which_links_carry_the_bytes(case: str) -> None:
     for found in measured():
         _, sent, report = found[case]
-        for axis in ("shard", "edp", "dp_replicate", "cp_replicate"):  # of weights and gradients alone
+        for axis in OF_WEIGHTS:  # and gradients alone
             line = re.search(rf"sent along {axis}, per rank and step: (.*) inside a machine", report)
             assert (line and line[1]) == (size_text(sum(sent[axis].values())) if axis in sent else None)
         crossed = [axis for axis in ("pp", "cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
         assert (f"and activations along {', '.join(crossed)}: " in report) == bool(crossed)
+        forms = [line.split("encoded: ")[1] for line in report.splitlines() if "encoded: " in line]
+        assert bool(forms) == (case in ENCODED)
+        if "over-encoded" in case:
+            assert "gradients and weights along dp_replicate: fp8_e4m3 in blocks of 64" in forms
+        if "hops" in case:
+            assert any("in two hops: 2 ranks of a machine, then machines" in line for line in forms)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -84,6 +84,7 @@ def _run(
 
 def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], rank: int) -> dict[str, Any]:
     from hf_dist.config import load_config, resolve_without_trainer
+    from hf_dist.dist.axes import RANKS_PER_MACHINE
     from hf_dist.engine.report import start_up_report
     from hf_dist.memory.offload.resting import Tier
     from hf_dist.planning.comm_volume import step_traffic
@@ -97,6 +98,7 @@ def _beside_plan(engine: Any, case: Case, size: int, config: dict[str, Any], ran
         meta = case.llama()
     pieces = pieces_of(engine.mesh.axes, engine.sharded.placements.copies)
     states = States.of_model(meta, resolved, num_shards=shards, rank=rank % shards, pieces=pieces)
+    states = states.on_machines(engine.mesh.axes, RANKS_PER_MACHINE)
     plan = Planner(meta, size, Workload(case.rows, case.seq, case.checkpointing)).plan(resolved)
     accumulation = config.get("gradient_accumulation_steps", 1)
     return {

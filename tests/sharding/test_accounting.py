@@ -107,9 +107,72 @@ def measure(rank: int, world: int, stage: int, precision: str, accumulation: int
 CASES = [(*cell.values(),) for cell in cells({"stage": tuple(ZERO_STAGES), "precision": PRECISIONS, "acc": (1, 3)})]
 
 
+class Few(nn.Module):
+    """Two layers of fewer elements than a block, so that some ranks have only padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(53, 3), nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, 53, bias=False)
+
+    forward = Net.forward
+
+
+BLOCK = 64
+WIRES: dict[str, dict[str, Any]] = {
+    "int8": {"weights": "int8", "gradients": "int8", "block": BLOCK},
+    "int4-feedback": {"weights": "fp8_e4m3", "gradients": "int4", "error_feedback": True, "block": BLOCK},
+}
+ENCODED = [
+    (*cell.values(),) for cell in cells({"stage": tuple(ZERO_STAGES), "wires": tuple(WIRES), "model": ("Net", "Few")})
+]
+
+
+def measure_encoded(rank: int, world: int, stage: int, wires: str, model: str) -> dict[str, Any]:
+    """Bytes of the second of two steps, by axis and operation, and between steps: those that exist and those of the plan."""
+    import hf_dist
+    from hf_dist.dist import comm_counter
+    from hf_dist.memory.offload.resting import Tier
+    from hf_dist.planning.comm_volume import state_traffic
+    from hf_dist.planning.optimizer_states import OptimizerStates
+    from hf_dist.planning.state_bytes import States
+
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "hf_dist": {"wires": WIRES[wires]},
+    }
+    engine = hf_dist.initialize(Net() if model == "Net" else Few(), config=config)
+    ids = torch.arange(12).view(2, 6) + rank
+    with comm_counter.record() as log:
+        for _ in range(2):
+            log.entries.clear()
+            engine.backward(nn.functional.cross_entropy(engine(ids).flatten(0, 1), ids.flatten()))
+            engine.step()
+    sent: dict[str, dict[str, int]] = {}
+    for entry in log.entries:
+        own = sent.setdefault(entry.axis, {})
+        own[entry.op] = own.get(entry.op, 0) + entry.nbytes
+    resident = engine.resident_nbytes()["device"]
+    sharded = engine.sharded
+    sharded.finish_gathers()
+    states = States.of_engine(sharded, engine.config, OptimizerStates.of_attached(engine.fragments, engine.config))
+    planned = state_traffic(states, engine.mesh.axes)
+    return {
+        "sent": sent["shard"] if world > 1 else {},
+        "planned": {op: nbytes for op, (_, nbytes) in planned.get("shard", {}).items()},
+        "resident": resident, "said": states.nbytes.resident(Tier.DEVICE),
+        "kept": states.nbytes.residuals[Tier.DEVICE],
+        "parts": [g.layout.shard_numel for g in sharded.groups],
+    }  # fmt: skip
+
+
 def measure_all(rank: int, world: int) -> list[dict[str, Any]]:
     """Every case in one spawn."""
-    return [measure(rank, world, *case) for case in CASES]
+    found = [measure(rank, world, *case) for case in CASES]
+    return found + [measure_encoded(rank, world, *case) for case in ENCODED]
 
 
 @functools.cache
@@ -175,3 +238,26 @@ def test_bytes_sent_per_step(world: int, index: int, case: tuple[int, str, int])
         scattered = windows * everything if place.optim is Placement.SHARD else 0
         assert got["sent"]["reduce_scatter"] == 4 * scattered
         assert got["all_reduced"] == (0 if place.optim is Placement.SHARD else 2 * 4 * everything)
+
+
+@grid
+@pytest.mark.parametrize(("index", "case"), list(enumerate(ENCODED)), ids=["-".join(map(str, c)) for c in ENCODED])
+def test_encoded_messages_have_the_bytes_of_their_codec(world: int, index: int, case: tuple[int, str, str]) -> None:
+    stage, wires, _ = case
+    for rank in range(world):
+        got = measured(world)[rank][len(CASES) + index]
+        assert got["sent"] == got["planned"]
+        assert got["resident"] == got["said"]
+        whole = sum(got["parts"])
+        means = whole if stage == 0 else 0
+        feedback = WIRES[wires].get("error_feedback", False) and world > 1
+        assert got["kept"] == (4 * (world * whole + means) if feedback else 0)
+        if world == 1:
+            continue
+        bits = 4 if "int4" in wires else 8
+        row = whole * bits // 8 + 4 * whole // BLOCK  # what a rank gets of another one's gradients
+        assert got["sent"]["all_to_all"] == (world - 1) * row
+        if stage == 0:
+            assert got["sent"]["all_gather"] == (world - 1) * row
+        elif stage < 3:
+            assert got["sent"]["all_gather"] == (world - 1) * (whole + 4 * whole // BLOCK)

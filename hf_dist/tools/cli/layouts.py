@@ -115,8 +115,9 @@ def print_layouts(asked: AskedLayouts, model: Any, *, suggest: Path | None, outp
 
 
 def _print(asked: AskedLayouts, search: Search, found: list[Found]) -> None:
-    from hf_dist.planning.describe_layouts import layout_table, other_lines
+    from hf_dist.planning.describe_layouts import layout_table, link_lines, other_lines
     from hf_dist.planning.why_none import why_none
+    from hf_dist.sharding.wires import wires_for
 
     hardware = search.hardware
     batch = f"{asked.rows} rows of {asked.seq} tokens a step"
@@ -124,7 +125,11 @@ def _print(asked: AskedLayouts, search: Search, found: list[Found]) -> None:
     if not found:
         print(f"{why_none(search)}\nUse more GPUs, shorter rows, a smaller batch, or offload in --config.")
         return
-    print("\n".join([*layout_table(found), *other_lines(search.of_other_axes(found), found[0])]))
+    more = [
+        *other_lines(search.of_other_axes(found), found[0]),
+        *link_lines(found[0], wires_for(search.config), hardware),
+    ]
+    print("\n".join([*layout_table(found), *more]))
     print("microbatches: rows x number of a step. Run again: selective is all but matrix products and attention.")
     links = f"{hardware.inside / 1e9:.0f} GB/s inside, {hardware.between / 1e9:.0f} between"
     speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"

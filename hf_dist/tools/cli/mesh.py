@@ -80,8 +80,10 @@ def _show(part: Part, gpus_per_node: int, model: str | None, seq: int | None) ->
         axes = axes_of(read, ranks, here=min(ranks, gpus_per_node), experts=expert_counts(meta))
         resolved = resolved_config(read, ranks, None, meta)
         micro = resolved.train_micro_batch_size_per_gpu
-        planner = Planner(meta, ranks, Workload(micro if isinstance(micro, int) else 1, row_tokens(meta, seq)))
-        traffic = planner.traffic(resolved)
+        workload = Workload(micro if isinstance(micro, int) else 1, row_tokens(meta, seq))
+        planner = Planner(meta, ranks, workload, ranks_per_machine=gpus_per_node)
+        plan = planner.plan(resolved)
+        traffic, axes = planner.traffic(resolved, plan), plan.states.in_blocks(axes)
         if axes.size("ep") > 1:
             traffic["ep"] = {"all_to_all": (0, planner.expert_nbytes(resolved))}
             notes = ["  (along ep: if all experts are chosen alike)"]

@@ -150,7 +150,7 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if trainer.title:
         print(trainer.title)
     print(f"{asked.model}: microbatches of {micro} x {tokens} tokens, {world} ranks, {resolved.dtype}, {config}")
-    print(_text(now, limits, tried, planner.expert_lines(resolved)))
+    print(_text(now, limits, tried, planner.expert_lines(resolved), planner.form_lines(resolved, now)))
     if longest is not None:
         shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
         print(f"longest rows that fit: {longest} tokens{shared}")
@@ -239,7 +239,7 @@ def _tokens(text: str) -> int:
     return int(number) * factor
 
 
-def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str]) -> str:
+def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str], forms: list[str]) -> str:
     from hf_dist.planning.describe import plan_table, settings, verdict
 
     title = "would save more" if limits.device and not now.over(limits) else "one setting"
@@ -248,6 +248,7 @@ def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str
         f"per rank{where}": plan_table(now),
         "verdict": [*verdict(now, limits), *([] if limits.device else [_NO_VERDICT])],
         "experts": experts,
+        "encoded messages, which change the numbers": forms,
         title: settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)
