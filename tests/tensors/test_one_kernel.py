@@ -11,6 +11,7 @@ import torch
 from hf_dist.tensors import one_kernel as module
 from hf_dist.tensors.codecs import CODECS
 from hf_dist.tensors.one_kernel import one_kernel
+from tests.covering import some_of
 
 SENDERS, ROWS, BLOCKS, BLOCK = 10, 2, 3, 64
 
@@ -20,7 +21,7 @@ def traced(function: Callable[..., Any], *args: Any) -> Any:
     return torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager")(*args)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", some_of(CODECS, "int4"))
 def test_codecs_are_traced_in_one_piece_and_give_the_same_bytes_and_numbers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
