@@ -25,7 +25,7 @@ from hf_dist.dist.coded import Residual
 from hf_dist.dist.collectives import Handle
 from hf_dist.dist.mesh import MeshAxis
 
-__all__ = ["LowRank", "LowRankMean", "Matrix", "matrices_of"]
+__all__ = ["LowRank", "LowRankMean", "Matrix", "kept_numel", "matrices_of", "message_numels"]
 
 _SLACK = 1e-5
 """Share of the mean square by which directions count as there: matrices of a lower rank stay finite, and nothing jumps."""
@@ -84,6 +84,20 @@ def matrices_of(
     return tuple(matrices), tuple(whole)
 
 
+def message_numels(matrices: Sequence[Matrix], whole: Sequence[tuple[int, int]], numel: int) -> tuple[int, ...]:
+    """Numbers in each all-reduce of a group of `numel` elements, once matrices are sent in factors. Pure."""
+    if not matrices:
+        return (numel,)
+    first = sum(m.rows * m.rank for m in matrices) + sum(stop - start for start, stop in whole)
+    return first, sum(m.columns * m.rank for m in matrices)
+
+
+def kept_numel(matrices: Sequence[Matrix], form: LowRank) -> int:
+    """Numbers in fp32 that a rank keeps between two messages. Pure."""
+    rest = sum(m.numel for m in matrices) if form.feedback else 0
+    return rest + (sum(m.columns * m.rank for m in matrices) if form.warm else 0)
+
+
 @dataclass(eq=False)
 class LowRankMean:
     """The averages of one group's flat gradient, and what they have left out. Beside `coded.Wire`, with the same calls."""
@@ -99,6 +113,12 @@ class LowRankMean:
     def feedback(self) -> bool:
         """Whether there is something to keep."""
         return True
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of what messages have left out, and of the directions."""
+        kept = (residual.values for name, residual in self.residuals.items() if name != "count")
+        return sum(values.numel() * values.element_size() for values in kept if values is not None)
 
     def multiply(self, factor: float) -> None:
         """Multiply what messages have left out, where the unit of gradients changes. Local."""

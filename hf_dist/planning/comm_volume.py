@@ -25,6 +25,7 @@ import torch
 
 from hf_dist.config import settled
 from hf_dist.dist.axes import NEIGHBOURS, Axes
+from hf_dist.dist.low_rank import message_numels
 from hf_dist.planning.mean import Mean
 from hf_dist.planning.planned_unit import PlannedUnit
 from hf_dist.planning.sliced import Crossed, add, merged
@@ -92,14 +93,18 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             num_trained += len(group.layout.slots)
             if shards_optim and not shards_params:
                 gather(axis, shards, group.layout.numel, group.dtype, wires.weights)
-            reduce(states.reduction(group), wires.gradients, windows)
+            if wires.low_rank is not None:
+                for numel in message_numels(*group.factors, group.layout.numel):
+                    send(axis, "all_reduce", shards, numel * states.precision.reduce.itemsize, windows)
+            else:
+                reduce(states.reduction(group), wires.gradients, windows)
             held = group.at_rest.gradient
             # Copies of a shard: the mean of its gradient, or their pieces of that, and their pieces of the weights afterwards.
             awaiting = group.at_rest.awaiting
             numel = held.numel if awaiting is None else awaiting.numel
             for axis, _ in DENSE:
                 meets = alone and axis == "dp_replicate"
-                codec = wires.copies if axis == "dp_replicate" and not meets else None
+                codec = placements.wires.meetings if meets else wires.copies if axis == "dp_replicate" else None
                 dtype = MASTER_DTYPE if meets else held.dtype
                 reduce(Mean(axis, axes.size(axis), numel, dtype, whole=awaiting is None), codec)
                 if awaiting is not None:

@@ -20,6 +20,8 @@ from hf_dist.parallel.sequence.layout import SequenceLayout
 from hf_dist.planning.activations import Activations, AttentionCall, Block
 from hf_dist.planning.comm_volume import Traffic
 from hf_dist.planning.sliced import Crossed, add, merged
+from hf_dist.sharding.precision import DTYPES
+from hf_dist.sharding.wires import wires_for
 
 __all__ = ["layer_traffic", "recomputed_blocks", "shared"]
 
@@ -58,8 +60,18 @@ def layer_traffic(
     traffic = {axis: shared(own, microbatches, stages) for axis, own in traffic.items()}
     if stages > 1:
         sends = microbatches * (2 * config.pipeline.virtual_stages - (stages == 2))
-        traffic["pp"] = {"send": (sends, sends * max((block.input for block in found.blocks), default=0))}
+        largest = max((block.input for block in found.blocks), default=0)
+        traffic["pp"] = {"send": (sends, sends * _of_stages(largest, found.rows, config))}
     return traffic
+
+
+def _of_stages(nbytes: int, tokens: int, config: DistConfig) -> int:
+    """Bytes of hidden states of `nbytes` between two stages: encoded by token, unless that is more (`Freight`)."""
+    codec = wires_for(config).stages
+    if codec is None or not tokens:
+        return nbytes
+    width = nbytes // tokens
+    return tokens * min(width, codec.nbytes(width // DTYPES[config.dtype].itemsize))
 
 
 def _of_slices(found: Activations, again: Sequence[bool], size: int) -> Crossed:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from hf_dist.dist.low_rank import Matrix, matrices_of
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.sharding.at_rest import GroupAtRest
 from hf_dist.sharding.layout import FlatLayout
@@ -23,6 +24,13 @@ class PlannedGroup:
     at_rest: GroupAtRest
     copies: tuple[str, int] | None = None
     """For parameters that other ranks of `tp` also hold: how gradients are combined, over how many neighbours (0: all)."""
+
+    @property
+    def factors(self) -> tuple[tuple[Matrix, ...], tuple[tuple[int, int], ...]]:
+        """(matrices, intervals sent as they are), of a gradient that travels in factors."""
+        assert self.at_rest.wires.low_rank is not None
+        slots = ((slot.name, slot.shape, slot.offset) for slot in self.layout.slots)
+        return matrices_of(slots, self.at_rest.wires.low_rank)
 
     @property
     def nbytes(self) -> int:

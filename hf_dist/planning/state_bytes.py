@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
+from hf_dist.dist.low_rank import kept_numel
 from hf_dist.memory.offload.nvme import disk_nbytes
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.memory.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
@@ -233,12 +234,15 @@ class States:
         return Mean("shard" if is_dense else "edp", shards, group.layout.numel, self.precision.reduce, whole, near)
 
     def _residuals_nbytes(self, group: PlannedGroup) -> int:
+        wires, awaiting = group.at_rest.wires, group.at_rest.awaiting
+        if wires.low_rank is not None:
+            return torch.float32.itemsize * kept_numel(group.factors[0], wires.low_rank)
         if not self.placements.wires.feedback:
             return 0
-        wires, awaiting = group.at_rest.wires, group.at_rest.awaiting
         held = awaiting or group.at_rest.gradient
         between = Mean("dp_replicate", self.copies, held.numel, held.dtype, whole=awaiting is None)
-        of = ((self.reduction(group), wires.gradients), (between, wires.copies))
+        apart = self.placements.wires.meetings if self.config.local_sgd.enabled else wires.copies
+        of = ((self.reduction(group), wires.gradients), (between, apart))
         return 4 * sum(mean.left_out(codec) for mean, codec in of if codec is not None)
 
     def _add_outer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:

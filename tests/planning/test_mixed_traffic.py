@@ -146,7 +146,13 @@ ENCODED: dict[str, dict[str, Any]] = {
     "pp2-z3-every-microbatch-encoded": {
         "pipeline": {"partition_method": "uniform", "stages": 2, "reshard_per_microbatch": True},
         "zero_optimization": {"stage": 3},
-        "hf_dist": {"wires": {**ALL, "error_feedback": True}},
+        "hf_dist": {"wires": {**ALL, "error_feedback": True, "stages": "int8"}},
+    },
+    "z0-factors": {"hf_dist": {"wires": {"gradients": "powersgd", "powersgd": {"rank": 1, "start_step": 0}}}},
+    "replicas-encoded": {
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "local_sgd": {"every": 1, "outer_lr": 0.7},
+        "hf_dist": {"wires": {"meetings": "int8", "error_feedback": True, "block": 64}},
     },
 }
 """Every kind of message in a codec, alone and beside the other axes."""
