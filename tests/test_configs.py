@@ -26,7 +26,7 @@ MUON = "muon.json"
 LOSS_RTOL = 1e-5
 # Each mechanism once, on two ranks; `parity/` and `hf/` have the others, and several axes at once.
 SHIPPED = [
-    *("zero0", "zero3", "zero2_offload", "zero3_fp16", "zero3_fp32", "zero3_nvme", "local_sgd", "muon"),
+    *("zero0", "zero3", "zero2_offload", "zero3_fp16", "zero3_fp32", "zero3_nvme", "local_sgd", "muon", "onebit_adam"),
     *("experts", "long_context", "pp_zero1", "tp_zero2"),
 ]
 TRAINED = [path for path in FILES if FULL_GRID or path.stem in SHIPPED]

@@ -8,6 +8,7 @@ _KERNELS = "foreach maximize differentiable"
 _DECAY = "lr weight_decay"
 _ADAM = f"{_DECAY} betas eps amsgrad capturable fused {_KERNELS}"
 _DEEPSPEED_ADAM = "torch_adam adam_w_mode bias_correction set_grad_none fp32_optimizer_states"
+_ONE_BIT = f"{_DECAY} betas eps bias_correction eps_inside_sqrt max_grad_norm cuda_aware comm_backend_name"
 _LATER_ADAM = f"{_DECAY} betas eps capturable {_KERNELS}"
 
 OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
@@ -19,6 +20,9 @@ OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
         "Muon": f"{_DECAY} muon_lr adam_lr momentum betas eps adjust_lr_fn ns_dtype ns_method",
         "Lamb": f"{_DECAY} betas eps bias_correction eps_inside_sqrt max_coeff min_coeff max_grad_norm",
         "Adafactor": f"{_DECAY} eps clip_threshold decay_rate beta1 scale_parameter relative_step warmup_init",
+        "OneBitAdam": f"{_ONE_BIT} freeze_step",
+        "ZeroOneAdam": f"{_ONE_BIT} var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
+        "OneBitLamb": f"{_ONE_BIT} freeze_step max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold",
         "Lion": f"{_DECAY} betas set_grad_none fp32_optimizer_states",
         "SGD": f"{_DECAY} momentum dampening nesterov fused {_KERNELS}",
         "Adadelta": f"{_DECAY} rho eps capturable {_KERNELS}",
@@ -30,7 +34,11 @@ OPTIMIZER_ARGUMENTS: Mapping[str, frozenset[str]] = {
         "Rprop": f"lr etas step_sizes capturable {_KERNELS}",
     }.items()
 }
-"""Classes of torch.optim with DeepSpeed's switches, Lion, and those that need whole tensors: Muon, Lamb, HF's Adafactor."""
+"""Classes of torch.optim with DeepSpeed's switches, Lion, and those that need whole tensors: Muon, Lamb, HF's Adafactor.
+1-bit optimizers are written here too."""
+
+ONE_BIT_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+"""Optimizers whose ranks send momentum in place of gradients, once the variance is settled."""
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
 _ONE_CYCLE = (

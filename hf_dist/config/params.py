@@ -17,20 +17,12 @@ from hf_dist.config.support import SUPPORT
 TYPE_PREFIXES = ("torch.optim.", "lr_scheduler.")
 """What may stand before the name of a class."""
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
-    **{
-        name: "is a 1-bit optimizer, which is not supported: it changes the update (and DeepSpeed has none with ZeRO); "
-        "communication_data_type, hf_dist.reduce_once_per_window and mics_shard_size send less as well"
-        for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
-    },
     **{name: "is not supported: it needs the mup package" for name in ("MuAdam", "MuAdamW", "MuSGD")},
     "LBFGS": "is not supported: it searches along a direction of all parameters at once",
     "SparseAdam": "is not supported: gradients are dense here",
 }
 """Optimizers that are known but not supported, with the clause that says why."""
 _NEAREST: Mapping[str, str] = {
-    "OneBitAdam": "Adam",
-    "OneBitLamb": "Lamb",
-    "ZeroOneAdam": "Adam",
     "MuAdam": "Adam",
     "MuSGD": "SGD",
 }
@@ -53,6 +45,9 @@ OPTIMIZER_VALUES: Mapping[str, values.Coerce] = {
     **dict.fromkeys(("muon_lr", "adam_lr", "max_coeff", "min_coeff", "clip_threshold", "beta1"), values.real()),
     "decay_rate": values.real(-10.0),
     **dict.fromkeys(("eps_inside_sqrt", "scale_parameter", "relative_step", "warmup_init"), values.flag),
+    **dict.fromkeys(("freeze_step", "var_freeze_step", "var_update_scaler"), values.whole(1)),
+    **dict.fromkeys(("coeff_beta", "factor_threshold"), values.real(below=1.0)),
+    **dict.fromkeys(("factor_max", "factor_min"), values.real()),
     "adjust_lr_fn": values.choice("original", "match_rms_adamw"),
     "ns_dtype": values.choice("bf16", "fp32"),
     "dampening": values.real(),

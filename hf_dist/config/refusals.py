@@ -6,10 +6,11 @@ that depend on the model or the script are raised where they are found; `ELSEWHE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from hf_dist.config.one_bit_refusals import ONE_BIT_REFUSALS
+from hf_dist.config.refusal import Elsewhere, Refusal
 from hf_dist.config.schema import DistConfig
 from hf_dist.config.values import shown
 from hf_dist.errors import ConfigError, Problem
@@ -22,40 +23,6 @@ _OFFLOAD = f"{_ZERO}.offload_optimizer.device"
 _EARLY = "hf_dist.optimizer_in_backward"
 _OVER = "hf_dist.optimizer_over"
 _TP = "tensor_parallel.autotp_size"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Two settings that cannot be combined, although each alone is fine."""
-
-    path: str
-    """The key that is refused."""
-    beside: str
-    """The other setting, as shown in the table."""
-    both: Callable[[DistConfig], bool]
-    why: str
-    """The reason in the table."""
-    expected: str
-    """A clause of the message; `{other}` stands for the value at `other`."""
-    fix: str
-    one: Mapping[str, Any]
-    """The refused setting alone, as in a file; for tests."""
-    two: Mapping[str, Any]
-    """The other setting alone; for tests."""
-    other: str = ""
-    """Path of the other key, if the message names its value or that value may itself be wrong."""
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A conflict that depends on the model or the script."""
-
-    setting: str
-    beside: str
-    file: str
-    """File in `hf_dist/` that raises the error."""
-    words: str
-    """Words of its message."""
 
 
 def _in_stages(config: DistConfig) -> bool:
@@ -308,6 +275,7 @@ REFUSALS: tuple[Refusal, ...] = (
         {"bf16": {"enabled": True, "check_grad_overflow": True}},
         _IN_BACKWARD,
     ),
+    *ONE_BIT_REFUSALS,
 )
 
 

@@ -37,7 +37,6 @@ _PERFORMANCE = idle("a detail of DeepSpeed's implementation")
 _RESHARD = idle("every checkpoint can be loaded by any layout")
 _OFFLOAD_DETAIL = idle("a detail of DeepSpeed's offload")
 _NOT_A_KEY = idle("not a key of this section; left over from elsewhere")
-_ONE_BIT = refused("belongs to the 1-bit optimizers, which are not supported", _REMOVE, never)
 
 _TOP = {
     **rows("", "prescale_gradients", idle("the mean is the same in either order", is_off)),
@@ -80,9 +79,16 @@ _OPTIMIZER = {
             never,
         ),
     ),
-    **rows("optimizer.params", "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler", _ONE_BIT),
-    **rows("optimizer.params", "local_step_scaler local_step_clipper coeff_beta", _ONE_BIT),
-    **rows("optimizer.params", "factor_max factor_min factor_threshold", _ONE_BIT),
+    **rows("optimizer.params", "freeze_step var_freeze_step var_update_scaler coeff_beta", USED),
+    **rows("optimizer.params", "factor_max factor_min factor_threshold", USED),
+    **rows(
+        "optimizer.params", "cuda_aware comm_backend_name", idle("messages travel in the process groups of the run")
+    ),
+    **rows(
+        "optimizer.params",
+        "local_step_scaler local_step_clipper",
+        idle("ranks send momentum in every step, so that their weights are always equal"),
+    ),
     **rows("optimizer.params", "max_coeff min_coeff eps_inside_sqrt muon_lr adam_lr fp32_optimizer_states", USED),
     **rows(
         "optimizer.params",

@@ -11,6 +11,7 @@ All ranks decode the same bytes, so copies of the weights stay equal bit for bit
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ from hf_dist.dist.collectives import Handle
 from hf_dist.dist.mesh import MeshAxis
 from hf_dist.tensors.codecs import Codec
 
-__all__ = ["Residual", "Wire", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["Residual", "Tails", "Wire", "all_gather", "all_reduce", "reduce_scatter"]
 
 
 class Residual:
@@ -52,6 +53,44 @@ class Residual:
             self.values.mul_(factor)
 
 
+@dataclass(frozen=True, eq=False)
+class Tails:
+    """The blocks of a message that a parameter does not fill: what is behind its end belongs to nothing.
+
+    A codec of one bit has no zero. So these places are sent as the mean magnitude of their block's elements: that arrives as it
+    was, and is the scale that the elements would have alone.
+    """
+
+    blocks: torch.Tensor
+    """Numbers of the blocks, int64 (k,)."""
+    own: torch.Tensor
+    """Whether an element belongs to a parameter, bool (k, block)."""
+
+    @classmethod
+    def of(cls, gaps: Iterable[tuple[int, int]], part: tuple[int, int], block: int) -> Tails:
+        """Of the interval `part` of a flat buffer with these gaps; blocks begin at `part`. Local."""
+        first, last = part
+        own: dict[int, torch.Tensor] = {}
+        for start, stop in gaps:
+            for at in range(max(start, first) - first, min(stop, last) - first):
+                own.setdefault(at // block, torch.ones(block, dtype=torch.bool))[at % block] = False
+        kept = sorted(number for number, mask in own.items() if mask.any())
+        return cls(
+            torch.tensor(kept, dtype=torch.int64),
+            torch.stack([own[k] for k in kept]) if kept else torch.ones(0, block, dtype=torch.bool),
+        )
+
+    def fill(self, message: torch.Tensor) -> None:
+        """Write the places of `message` (fp32, contiguous) that belong to nothing. Local."""
+        if not len(self.blocks):
+            return
+        blocks, own = (t.to(message.device) for t in (self.blocks, self.own))
+        rows = message.view(-1, own.shape[1])
+        some = rows[blocks]
+        means = (some.abs() * own).sum(-1, keepdim=True) / own.sum(-1, keepdim=True)
+        rows[blocks] = torch.where(own, some, means)
+
+
 @dataclass(eq=False)
 class Wire:
     """How the messages of one tensor travel along one axis: the codec, and what it has left out."""
@@ -65,6 +104,8 @@ class Wire:
     """Whether it carries gradients, whose unit changes with the loss scale; movements have none."""
     residuals: dict[str, Residual] = field(default_factory=dict)
     """By message."""
+    tails: Mapping[str, Tails] = field(default_factory=dict)
+    """By message, for codecs without a zero."""
 
     def multiply(self, factor: float) -> None:
         """Multiply what messages have left out, where the unit of gradients changes. Local."""
@@ -89,6 +130,8 @@ class Wire:
             return wire
         residual = self.residuals.setdefault(message, Residual())
         whole = residual.added(values)
+        if message in self.tails:
+            self.tails[message].fill(whole)
         self.codec.encode(whole, wire)
         residual.keep(whole, wire, self.codec)
         return wire

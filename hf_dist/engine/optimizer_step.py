@@ -12,6 +12,7 @@ from hf_dist.errors import ConfigError, ModelError, Problem
 from hf_dist.log import say_once
 from hf_dist.optim.attach import FragmentedOptimizer
 from hf_dist.optim.build import is_from_config
+from hf_dist.optim.compressed import Compressed
 from hf_dist.optim.fragment import OfParameter
 from hf_dist.optim.in_backward import KEY as IN_BACKWARD
 from hf_dist.optim.loss_scale import DynamicLossScaler
@@ -70,10 +71,13 @@ class OptimizerStep:
         sight = sight_of(optimizer)
         check_whole(sight.stepping, optimizer, config)
         early = config.hf_dist.optimizer_in_backward
-        if beside and (early or self.outer is not None):
-            key = IN_BACKWARD if early else "local_sgd.enabled"
+        sends = any(isinstance(each, Compressed) for each in (optimizer, *beside))
+        if beside and (early or sends or self.outer is not None):
+            key, value = (IN_BACKWARD if early else "local_sgd.enabled"), "true"
+            if sends:
+                key, value = "optimizer", "a 1-bit optimizer"
             raise ConfigError(
-                Problem(key, "true", "takes one optimizer", "Give all parameters to one, in several param groups.")
+                Problem(key, value, "takes one optimizer", "Give all parameters to one, in several param groups.")
             )
         if (section := config.optimizer) is not None and not is_from_config(optimizer):
             say_once(
@@ -121,6 +125,7 @@ class OptimizerStep:
         begins = self.window.begins_step(by_hand)  # else it goes on, with another optimizer
         self.count += begins
         overflow, skip = self._is_skipped(summary.norm, begins)
+        ended = False
         if begins and self.window.beside:
             skipped = overflow or (skip is not None and bool(skip))
             for each in self.window.beside:
@@ -139,13 +144,14 @@ class OptimizerStep:
             first = None if unit is None else (unit, self.sharded.gather_ahead)
             # The clip's factor goes into the step's own kernel: scaling the gradients would read and write them once more.
             scaling = StepScaling(self.window.factor, skip)
+            ended = self.optimizers.sends
             self.optimizers.step(lambda f: _is_used(f, used), scaling, first, only=by_hand)
             self.tied_views.after_step(tied)
             self.optimizers.note_written()
         moved = self.outer is not None and self.outer.after_step(self.count, self.scaler)
         if moved or not overflow:  # else all ranks keep what they have gathered: a skipped step costs no all-gather
             self.sharded.weights_changed()
-        self.window.stepped(by_hand)
+        self.window.stepped(by_hand, ended=ended)
 
     def _relative_rate(self) -> float:
         """Where the schedule is: the first group's learning rate, relative to the one it began with."""

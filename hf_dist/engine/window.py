@@ -171,6 +171,8 @@ class Window:
             scale = _under_way.loss_scale
         if self._loss_scale not in (None, scale):  # clipped meanwhile, or another model's overflow changed the scale
             self._sharded.multiply_gradients(scale / self._loss_scale)
+        if self._loss_scale is None:
+            self._sharded.keep_own(self._optimizers.sends)
         self._loss_scale = scale
         self._summary = None
         self._forget_calls()
@@ -187,10 +189,12 @@ class Window:
         """
         if self.spent:
             self.spent = False
+            early = self.early is not None
+            freed = f"{IN_BACKWARD} frees in backward." if early else "a 1-bit optimizer turns into momentum."
+            instead = ", or remove the key" if early else ""
             raise ModelError(
                 f"optimizer.zero_grad() is missing after optimizer.step(): in torch {use} the gradients of the last step, "
-                f"which {IN_BACKWARD} frees in backward. Call optimizer.zero_grad() (or model.zero_grad()) after each step, or "
-                "remove the key."
+                f"which {freed} Call optimizer.zero_grad() (or model.zero_grad()) after each step{instead}."
             )
 
     # ----------------------------------------------------------------- gradients
@@ -202,6 +206,8 @@ class Window:
             self.abandon()
         versions = sharded.gradient_versions()
         if self._summary is None or versions != self._versions:
+            if self._loss_scale is None:  # no backward: only what user code has assigned
+                sharded.keep_own(self._optimizers.sends)
             norms = EarlyNorms.of(sharded)
             sharded.reduce_rest()
             stepped = self.early.norms if self.early else {}
@@ -339,9 +345,11 @@ class Window:
         """Whether a step of `optimizer` (None: of all) is a new one, and not the rest of one that another has begun. Local."""
         return optimizer is None or not self._stepped_by or id(optimizer) in self._stepped_by
 
-    def stepped(self, by_hand: torch.optim.Optimizer | None) -> None:
-        """The gradients were stepped, and end here, or stay until `zero_grad` if a loop has called one optimizer. Local."""
-        if by_hand is None or self.early is not None:
+    def stepped(self, by_hand: torch.optim.Optimizer | None, *, ended: bool = False) -> None:
+        """The gradients were stepped, and end here, or stay until `zero_grad` if a loop has called one optimizer. Local.
+
+        `ended`: the step has sent them."""
+        if by_hand is None or self.early is not None or ended:
             self.close()
             self.spent = by_hand is not None
         else:

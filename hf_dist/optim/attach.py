@@ -24,12 +24,14 @@ from hf_dist.errors import ModelError
 from hf_dist.memory.offload.host import threads
 from hf_dist.memory.offload.resting import Sliceable, Tier
 from hf_dist.optim.compound import leaves
+from hf_dist.optim.compressed import Compressed
 from hf_dist.optim.fragment import Fragment, Used, make_fragments
 from hf_dist.optim.fused_kernel import handed_on
 from hf_dist.optim.initial_states import cut_state, recalled, remembered
 from hf_dist.optim.known_by import follow
 from hf_dist.optim.low_precision_states import RoundedBatch, Rounding
 from hf_dist.optim.muon_step import MuonStep
+from hf_dist.optim.sent_momentum import SentMomentum
 from hf_dist.optim.stand_in import OwnCalls, StandIn
 from hf_dist.optim.step_batch import Narrowed, StepBatch, make_batches, prefer_fused, restored
 from hf_dist.optim.step_scaling import StepScaling, takes_scaling
@@ -88,6 +90,10 @@ class FragmentedOptimizer:
         """Full names of each param group's parameters, on all ranks, in the optimizer's original order."""
         self.stands: dict[int, StandIn] = {}
         """id of a parameter of the model -> its stand-in in the param groups."""
+        self.sent: SentMomentum | None = None
+        """Messages that some steps send in place of gradients; None for an ordinary optimizer."""
+        if isinstance(optimizer, Compressed):
+            self.sent = SentMomentum(sharded, optimizer, self._by_owner, self.stands)
         self._find_owners(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._cut_group(group)
@@ -264,7 +270,15 @@ class FragmentedOptimizer:
             self._step_fragments(lambda f: not muon.takes(f) and any_used(f), scaling)
             self._deliver()  # for groups with only matrices, and ranks that step nothing else
             return
+        if self.sends:
+            assert self.sent is not None
+            self.sent.exchange(used)
         self._step_fragments(used, scaling, first)
+
+    @property
+    def sends(self) -> bool:
+        """Whether the next step sends something else than the gradient, which then ends in the step. Equal on all ranks."""
+        return self.sent is not None and self.sent.is_next
 
     def _deliver(self) -> None:
         for group in self.sharded.trainable_groups:
@@ -373,6 +387,8 @@ class FragmentedOptimizer:
 
     def forget(self, batch: StepBatch) -> None:
         """Reset the states of `batch` to those the optimizer was created with (usually none). Call inside `opened`. Local."""
+        if self.sent is not None:
+            self.sent.forget()
         for f in batch.fragments:
             self.optimizer.state.pop(f.tensor, None)
             if f in self._initial:

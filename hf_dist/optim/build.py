@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from hf_dist.config.arguments import ONE_BIT_OPTIMIZERS
 from hf_dist.config.params import read_optimizer
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.optim.adafactor import Adafactor
@@ -20,6 +22,8 @@ from hf_dist.optim.bias_correction import leave_out_bias_correction
 from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
 from hf_dist.optim.muon import Muon, muon_groups
+from hf_dist.optim.onebit_adam import OneBitAdam, ZeroOneAdam
+from hf_dist.optim.onebit_lamb import OneBitLamb, Ratios
 
 __all__ = ["build_optimizer", "is_from_config", "optimizer_for"]
 
@@ -34,7 +38,10 @@ _ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "bias_correction": T
 _FUSED_DEVICES = {"cpu", "cuda", "meta"}
 
 
-_OWN: Mapping[str, type[torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb, "Adafactor": Adafactor, "Muon": Muon}
+_OWN: Mapping[str, type[torch.optim.Optimizer]] = {
+    **{"Lion": Lion, "Lamb": Lamb, "Adafactor": Adafactor, "Muon": Muon},
+    **{"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": OneBitLamb},
+}
 """Names for which torch has no class, or a different one."""
 
 
@@ -66,7 +73,7 @@ def build_optimizer(
     name, arguments = read_optimizer(type, params)
     arguments.pop("fp32_optimizer_states", None)  # concerns states at rest, not the class
     switches = dict(_ADAM_SWITCHES)
-    if name != "Lamb":  # Lamb corrects its bias itself
+    if name not in ("Lamb", *ONE_BIT_OPTIMIZERS):  # these correct their bias themselves
         switches = {key: arguments.pop(key, default) for key, default in _ADAM_SWITCHES.items()}
     cls = _optimizer_class(name, adam_w_mode=switches["adam_w_mode"])
     if name in ("Adam", "AdamW") and not switches["torch_adam"]:
@@ -74,6 +81,9 @@ def build_optimizer(
     groups = _as_groups(parameters)
     if name == "Muon":  # its param groups already have the options of Muon and Adam
         arguments = {}
+    if name == "OneBitLamb":
+        given = {field.name: arguments.pop(field.name) for field in fields(Ratios) if field.name in arguments}
+        arguments["ratios"] = Ratios(**given)
     if name not in _OWN and _wants_fused(cls, arguments, groups):
         arguments["fused"] = True
     optimizer = construct("optimizer", cls, groups, arguments)

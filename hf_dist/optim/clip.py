@@ -40,14 +40,14 @@ class EarlyNorms:
         """Norms of the gradients that are complete now. Local."""
         device = sharded.mesh.device
         groups = [g for g in sharded.reducer.complete_beside() if g.axes.owns and _made_on_the_way(g) is None]
-        grads = {id(g): g.grad for g in groups if g.grad is not None and g.grad.device == device}
+        grads = {id(g): grad for g in groups if (grad := g.gradient_now[0]) is not None and grad.device == device}
         norms = _norms_of(sharded, {id(g): _owned_part(g) for g in groups if id(g) in grads})
         return cls({key: (grads[key], grads[key]._version, norm) for key, norm in norms.items()})
 
     def valid(self, groups: Sequence[FlatGroup]) -> dict[int, torch.Tensor]:
         """id of a group -> its norm, unless the gradient was written since. Local."""
         known = {id(g): self.found[id(g)] for g in groups if id(g) in self.found}
-        same = (g for g in groups if id(g) in known and g.grad is known[id(g)][0])
+        same = (g for g in groups if id(g) in known and g.gradient_now[0] is known[id(g)][0])
         return {id(g): known[id(g)][2] for g in same if known[id(g)][0]._version == known[id(g)][1]}
 
 
@@ -110,13 +110,14 @@ def owned_norms(sharded: ShardedModel, known: Mapping[int, torch.Tensor]) -> lis
     """
     groups = [g for g in sharded.trainable_groups if g.axes.owns]
     found = {id(g): known[id(g)] for g in groups if id(g) in known}
-    left = [g for g in groups if id(g) not in found and g.grad is not None]
+    left = [g for g in groups if id(g) not in found and g.gradient_now[0] is not None]
     on_way = {id(g): norm for g in left if (norm := _made_on_the_way(g)) is not None}
     found |= on_way
     if any(norm.is_cuda for norm in found.values()):
         sharded.storage.link.wait_device()
     found |= _norms_of(sharded, {id(g): _owned_part(g) for g in left if id(g) not in on_way})
-    return [found[id(g)] for g in groups if id(g) in found]
+    weights = {id(g): g.counted[2] for g in groups if id(g) in found}
+    return [found[key] if weight == 1.0 else found[key] * weight**0.5 for key, weight in weights.items()]
 
 
 def _norms_of(sharded: ShardedModel, parts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -139,10 +140,9 @@ def _host_threads(sharded: ShardedModel) -> AbstractContextManager[None]:
 
 
 def _owned_part(group: FlatGroup) -> torch.Tensor:
-    assert group.grad is not None
-    first, last = group.owned
-    start = first - group.resting[0]
-    return group.grad[start : start + last - first]
+    values, _, _ = group.counted
+    assert values is not None
+    return values
 
 
 def owned_norm(group: FlatGroup) -> torch.Tensor:
@@ -177,17 +177,17 @@ def norm_of_chosen(sharded: ShardedModel, chosen: Container[int], degree: float 
     is_max = degree == float("inf")
     total = torch.zeros(1, dtype=torch.float32, device=mesh.device)
     for group in sharded.trainable_groups:
-        if group.grad is None or not group.axes.owns:
+        values, first, weight = group.counted
+        if values is None or not group.axes.owns:
             continue
-        base = group.resting[0]
-        first, last = (edge - base for edge in group.owned)
         for slot, param in zip(group.layout.slots, group.params, strict=True):
             if id(param) in chosen:
-                start, stop = group.fragment(slot)
-                part = group.grad[max(start, first) : max(min(stop, last), start, first)]
+                start, stop = slot.within(first, first + values.numel())
+                part = values[start:stop]
                 if not part.numel():
                     continue
                 norm = norm_of(part) if degree == 2 else torch.linalg.vector_norm(part, degree, dtype=torch.float32)
+                norm = norm if is_max or weight == 1.0 else norm * weight ** (1.0 / degree)
                 norm = norm.to(mesh.device)
                 total = torch.maximum(total, norm) if is_max else total + norm.pow(degree)
     for axis in (mesh.dp, mesh.model):
@@ -208,15 +208,16 @@ def scale_gradients(sharded: ShardedModel, factor: torch.Tensor | float, chosen:
 def chosen_gradients(sharded: ShardedModel, chosen: Container[int] | None = None) -> Iterator[torch.Tensor]:
     """This rank's reduced gradients: whole groups, or the parts of parameters with these ids. Local."""
     for g in sharded.trainable_groups:
-        if g.grad is None:
+        grad, (first, last) = g.gradient_now
+        if grad is None:
             continue
         if chosen is None:
-            yield g.grad
+            yield grad
             continue
         for slot, param in zip(g.layout.slots, g.params, strict=True):
             if id(param) in chosen:
-                start, stop = g.fragment(slot)
-                yield g.grad[start:stop]
+                start, stop = slot.within(first, last)
+                yield grad[start:stop]
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

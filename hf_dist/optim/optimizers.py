@@ -108,6 +108,11 @@ class Optimizers:
         return any(member.sees_whole for member in self.members)
 
     @property
+    def sends(self) -> bool:
+        """Whether the next step sends something else than gradients, which end in it."""
+        return any(member.sends for member in self.members)
+
+    @property
     def on_device(self) -> bool:
         """Whether all stepped tensors and states are on the device."""
         return all(member.on_device for member in self.members)

@@ -20,6 +20,7 @@ import torch
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.log import warn
+from hf_dist.optim.compressed import Compressed
 from hf_dist.optim.muon import is_muon
 from hf_dist.optim.observed import CannotObserve, Parts, as_fragments, as_wholes, one_process, stepped_as
 
@@ -100,6 +101,8 @@ def sight_of(optimizer: torch.optim.Optimizer) -> Sight:
     """
     cls = type(optimizer)
     if cls in _ELEMENTWISE:  # no subclass, which may do anything
+        return Sight(skips_missing=True)
+    if isinstance(optimizer, Compressed):  # what it needs of whole tensors, it adds up itself
         return Sight(skips_missing=True)
     if is_muon(optimizer):
         return Sight(Stepping.MUON)

@@ -216,7 +216,7 @@ class States:
                 (f"optimizer state{where}", held.optimizer[tier], "exact"),
                 (f"gradients{where}", held.gradients[tier], "exact" if where else "after backward"),
                 (
-                    f"gradients that await the other copies{where}",
+                    f"{self._awaited}{where}",
                     held.awaiting[tier],
                     "exact" if where else "in a window",
                 ),
@@ -244,6 +244,13 @@ class States:
         apart = self.placements.wires.meetings if self.config.local_sgd.enabled else wires.copies
         of = ((self.reduction(group), wires.gradients), (between, apart))
         return 4 * sum(mean.left_out(codec) for mean, codec in of if codec is not None)
+
+    @property
+    def _awaited(self) -> str:
+        """What `awaiting` holds, in words."""
+        if self.placements.wires.momentum is not None:
+            return "own gradients, where momentum is sent"
+        return "gradients that await the other copies"
 
     def _add_outer(self, group: PlannedGroup, held: dict[Tier, int]) -> None:
         stepped = group.at_rest.master or group.at_rest.shard

@@ -53,14 +53,20 @@ class GroupAtRest:
     second: TensorAtRest | None = None
     """This rank's part of a second copy of the weights."""
     awaiting: TensorAtRest | None = None
-    """The gradient of a shard of which the optimizer reads a piece: from a backward to the end of the window."""
+    """The gradient of a shard of which the optimizer reads a piece: from a backward to the end of the window. Where ranks send
+    momentum, this rank's own of everything, if the optimizer reads a shard."""
     wires: GroupWires = WHOLE
     """In which codecs its messages travel."""
 
     @property
     def is_cut(self) -> bool:
         """Whether the masters are a piece of a shard, which other copies hold the rest of."""
-        return self.awaiting is not None
+        return self.interval != self.gathered
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """Part of the flat buffer that `awaiting` covers."""
+        return self.gathered if self.awaiting is None or self.is_cut else (0, self.awaiting.numel)
 
     @property
     def arrives_rounded(self) -> bool:
@@ -131,4 +137,6 @@ def plan_at_rest(
         shard = None if same else TensorAtRest(params_tier, numel, dtype)
     gradient = TensorAtRest(Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST, numel, precision.grads)
     awaiting = replace(gradient, numel=held) if cut else None
+    if wires.momentum is not None and sharded:
+        awaiting = replace(gradient, numel=layout.numel)
     return GroupAtRest(interval, gathered, whole, separate, shard, master, gradient, second, awaiting, wires)

@@ -157,7 +157,9 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor | None:
     if group.access is None:
         return None
     whole = group.access.whole(param)
-    if whole is not None and group.resting != (0, group.layout.numel):
+    if whole is not None and group.keeps_own:
+        collectives.all_reduce(group.axes.shard, whole.view(-1), "mean").wait()
+    elif whole is not None and group.resting != (0, group.layout.numel):
         for axis in group.axes.among:
             collectives.all_reduce(axis, whole, op="sum").wait()
     if whole is not None:

@@ -138,9 +138,12 @@ class GroupAccess:
         group = self._group
         values, (start, stop) = group.gradient_now
         if values is None:
-            group.gradient.add(torch.zeros(stop - start, dtype=group.precision.reduced, device=group.mesh.device))
+            own = group.keeps_own
+            start, stop = group.at_rest.awaited if own and group.awaiting is not None else (start, stop)
+            zeros = torch.zeros(stop - start, dtype=group.precision.reduced, device=group.mesh.device)
+            (group.sums if own else group.gradient).add(zeros)
             group.rest.storage.link.wait_host()
-            values = group.grad
+            values, _ = group.gradient_now
         assert values is not None
         first, last = slot.within(start, stop)
         origin = start + first - slot.offset

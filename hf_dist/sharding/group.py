@@ -19,6 +19,7 @@ from torch import nn
 from hf_dist.dist import collectives
 from hf_dist.dist.mesh import ParallelMesh
 from hf_dist.errors import FreedParameterError, ModelError
+from hf_dist.memory.offload.host import Gradient
 from hf_dist.memory.offload.resting import Resting, Tier, opened
 from hf_dist.memory.offload.storage import Storage
 from hf_dist.sharding.at_rest import GroupAtRest, plan_at_rest
@@ -30,6 +31,7 @@ from hf_dist.sharding.layout import FlatLayout, ParamSlot
 from hf_dist.sharding.lazy import WeightSource, copy_overlap, lazy_source, read_overlap
 from hf_dist.sharding.messages import mean, messages_of, scattered_mean
 from hf_dist.sharding.param_slice import held_slice
+from hf_dist.sharding.pieces import ShardGradient
 from hf_dist.sharding.placement import Placement, StatePlacements
 from hf_dist.sharding.precision import Precision
 from hf_dist.sharding.prepared import GradientAccess, prepare
@@ -89,6 +91,9 @@ class FlatGroup:
         """Of the root's groups: gathers the weights for the current forward, returns whether one runs (`hooks.py`)."""
         self.access: GradientAccess | None = None
         """Implements `p.grad` of the parameters; None for frozen groups."""
+        self.keeps_own = False
+        """Whether the window's gradient stays this rank's own until the step, which sends what it makes of it
+        (`optim/sent_momentum.py`). Equal on all ranks."""
         self._build_storage(storage)
         for slot, p in zip(self.layout.slots, self.params, strict=True):
             set_owner(p, weakref.ref(self), slot.name)
@@ -380,6 +385,9 @@ class FlatGroup:
         Collective over `axes.shard`, in the same order on every rank. A parameter without a gradient contributes zeros.
         """
         full = self.window.take()
+        into = self.sums
+        if self.keeps_own:
+            return collectives.Handle([], lambda: into.add(full))
         # Stage 0: every rank steps everything, so every rank needs all of the gradient.
         wire = self.messages.get("gradients")
         if self.placements.optim is not Placement.SHARD:
@@ -389,8 +397,13 @@ class FlatGroup:
         else:
             out = in_huge_pages(torch.empty(self.layout.shard_numel, dtype=self.precision.reduced, device=full.device))
             handle = scattered_mean(self.axes.shard, full, out, wire, self.rest.storage.link)
-        into = self.gradient if self.awaiting is None else self.awaiting
         return collectives.Handle([handle], lambda: into.add(out))
+
+    @property
+    def sums(self) -> Gradient | ShardGradient:
+        """Where the window adds up what each reduction yields."""
+        waits = self.awaiting is not None and (self.at_rest.is_cut or self.keeps_own)
+        return self.awaiting if waits and self.awaiting is not None else self.gradient
 
     def resident_nbytes(self) -> dict[Tier, int]:
         """Bytes that weights and masters take at rest, by tier; host bytes include the space kept for gradients, device
@@ -424,8 +437,25 @@ class FlatGroup:
         """The gradient of the window so far, 1-D, and the interval of the flat buffer that it covers: that of the whole shard
         before the copies have combined it, `resting` afterwards. Its transfers must be complete."""
         if self.awaiting is not None and self.awaiting.values is not None:
-            return self.awaiting.values, self.at_rest.gathered
+            return self.awaiting.values, self.at_rest.awaited
         return self.grad, self.resting
+
+    @property
+    def counted(self) -> tuple[torch.Tensor | None, int, float]:
+        """What this rank counts in sums over all ranks: (elements of `gradient_now`, 1-D, the first one's place in the flat
+        buffer, weight of their squares). Its own gradient counts as one of those that are averaged."""
+        values, (first, _) = self.gradient_now
+        if values is None or self.keeps_own:
+            return values, first, 1.0 / self.axes.shard.size if self.keeps_own else 1.0
+        start, stop = (edge - first for edge in self.owned)
+        return values[start:stop], first + start, 1.0
+
+    def take_own(self) -> torch.Tensor:
+        """Hand over this rank's own gradient of the window, fp32, 1-D over the whole layout; see `keeps_own`. Local."""
+        values, interval = self.gradient_now
+        assert values is not None and interval == (0, self.layout.numel), "only what `keeps_own` has kept"
+        self.release_gradient()
+        return values.float()
 
     def release_gradient(self) -> None:
         """Free the reduced gradient after the optimizer has read it; `window.used` is kept. Local."""

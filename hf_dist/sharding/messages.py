@@ -2,6 +2,7 @@
 
 gradients    among the ranks of the shard
 copies       among copies of the shard
+momentum     among the ranks of the shard, of an optimizer that sends it in place of the gradient
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from hf_dist.dist import coded, collectives
-from hf_dist.dist.coded import Wire
+from hf_dist.dist.coded import Tails, Wire
 from hf_dist.dist.collectives import Handle
 from hf_dist.dist.low_rank import LowRankMean, matrices_of
 from hf_dist.dist.mesh import MeshAxis
@@ -36,6 +37,13 @@ def messages_of(wires: GroupWires, axes: GroupAxes, layout: FlatLayout, feedback
         found["gradients"] = Wire(wires.gradients, feedback, axes.hops)
     if wires.copies is not None and any(row.between_copies for row in axes.then):
         found["copies"] = Wire(wires.copies, feedback)
+    if wires.momentum is not None:
+        block, mine = wires.momentum.block, layout.shard(axes.shard.rank)
+        tails = {
+            "parts": Tails.of(layout.gaps(), (0, layout.numel), block),
+            "means": Tails.of(layout.gaps(), mine, block),
+        }
+        found["momentum"] = Wire(wires.momentum, feedback=True, tails=tails)
     return found
 
 

@@ -156,7 +156,8 @@ class ShardedModel:
 
     def gradient_versions(self) -> list[int]:
         """One number per reduced gradient, which changes whenever the gradient is written. Local."""
-        return [-1 if g.grad is None else g.grad._version for g in self.trainable_groups]
+        now = (g.gradient_now[0] for g in self.trainable_groups)
+        return [-1 if grad is None else grad._version for grad in now]
 
     def multiply_gradients(self, factor: float) -> None:
         """Multiply all gradients of the window so far by `factor`, reduced or not. Local."""
@@ -168,8 +169,14 @@ class ShardedModel:
         """Multiply what messages have left out by `factor`: the loss scale has changed. Local."""
         if factor != 1.0:
             for group in self.trainable_groups:
-                for wire in group.messages.values():
-                    wire.multiply(factor)
+                for name, wire in group.messages.items():
+                    if name != "momentum":  # without the loss scale
+                        wire.multiply(factor)
+
+    def keep_own(self, own: bool) -> None:
+        """Whether gradients of the window that begins stay this rank's own until the step (`FlatGroup.keeps_own`). Local."""
+        for group in self.trainable_groups:
+            group.keeps_own = own
 
     def take_writes(self) -> None:
         """Copy weights that user code has written into the masters, which are stepped and saved. Local."""

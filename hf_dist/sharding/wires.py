@@ -5,21 +5,23 @@
     copies       between copies of a shard (HSDP): gradients, and weights if the optimizer is sharded over all copies
     meetings     movements of replicas that train alone (`local_sgd`)
     stages       hidden states and their gradients between pipeline stages
+    momentum     what an optimizer sends in place of gradients (`optim/compressed.py`), always with error feedback
 
 An axis of one rank sends nothing, so nothing is rounded there. Blocks begin at parameters, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hf_dist.config import DistConfig
+from hf_dist.config.one_bit_refusals import sends_momentum
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.low_rank import LowRank
 from hf_dist.sharding.layout import ALIGNMENT
-from hf_dist.tensors.codecs import Codec, codec_of
+from hf_dist.tensors.codecs import Codec, Signs, codec_of
 
 __all__ = ["NOTHING_ENCODED", "WHOLE", "GroupWires", "Wires", "is_usual", "wires_for"]
 
@@ -31,6 +33,7 @@ class GroupWires:
     weights: Codec | None = None
     gradients: Codec | None = None
     copies: Codec | None = None
+    momentum: Codec | None = None
     second: bool = False
     """Whether a second copy of the weights is kept as it arrived, encoded."""
     low_rank: LowRank | None = None
@@ -50,6 +53,7 @@ class Wires:
     stages: Codec | None = None
     low_rank: LowRank | None = None
     """Gradients that travel in factors (PowerSGD), in place of a codec."""
+    momentum: Codec | None = None
     second: bool = True
     """Whether a second copy of encoded weights (`zero_hpz_partition_size`) is kept encoded."""
     feedback: bool = False
@@ -60,12 +64,12 @@ class Wires:
     @property
     def keeps(self) -> bool:
         """Whether something stays between two messages, which a checkpoint has."""
-        return self.feedback or self.low_rank is not None
+        return self.feedback or self.low_rank is not None or self.momentum is not None
 
     @property
     def alignment(self) -> int:
         """Multiple of elements at which parameters and shards begin, so that no block has elements of two."""
-        of_groups = (self.weights, self.frozen, self.gradients, self.copies, self.meetings)
+        of_groups = (self.weights, self.frozen, self.gradients, self.copies, self.meetings, self.momentum)
         return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])
 
     def near(self, axes: Axes, ranks_per_machine: int) -> int:
@@ -80,13 +84,15 @@ class Wires:
     def of_group(self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool) -> GroupWires:
         """What holds for one group. `gathers`: several ranks gather its weights; `reduces`: several ranks reduce its gradient;
         `usual`: it computes in the dtype of the run, not in one that the model's author asks for, or packed."""
+        momentum = self.momentum if trainable and reduces else None  # in fp32, whatever the weights' dtype of use
         if not usual:
-            return WHOLE
+            return GroupWires(momentum=momentum)
         gathered = (self.weights if trainable else self.frozen) if gathers else None
         return GroupWires(
             weights=gathered,
             gradients=self.gradients if trainable and reduces else None,
             copies=self.copies if trainable else None,
+            momentum=momentum,
             second=self.second and gathered is not None,
             low_rank=self.low_rank if trainable and reduces else None,
         )
@@ -117,14 +123,14 @@ def wires_for(config: DistConfig) -> Wires:
     def one(name: str | None) -> Codec | None:
         return codec_of(name, own.block)
 
-    return Wires(
+    named = Wires(copies=one(own.copies), meetings=one(own.meetings), stages=one(own.stages))
+    return replace(
+        named,
         weights=one(own.weights or ("int8" if zero.zero_quantized_weights else None)),
         frozen=one(own.frozen_weights or ("int8" if zero.zero_quantized_nontrainable_weights else None)),
         gradients=one(None if gradients == "powersgd" else gradients),
         low_rank=low_rank if gradients == "powersgd" else None,
-        copies=one(own.copies),
-        meetings=one(own.meetings),
-        stages=one(own.stages),
+        momentum=one(Signs.name) if sends_momentum(config) else None,
         second=own.second_copy == "encoded",
         feedback=own.error_feedback,
         machine=own.machine if isinstance(own.machine, int) else 0,

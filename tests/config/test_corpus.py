@@ -23,7 +23,7 @@ FILES = sorted(CORPUS.glob("*.json"))
 pytestmark = pytest.mark.skipif(not FILES, reason="the corpus is not here")
 
 LATER = "is not available yet"
-OUT_OF_SCOPE = ("not supported", "belongs to the 1-bit")
+OUT_OF_SCOPE = ("not supported",)
 MAX_OUT_OF_SCOPE = 0.05
 """Largest share of the files of user projects that is refused for what a row of the table rules out."""
 MAX_REFUSED = 0.06
@@ -73,10 +73,10 @@ def test_few_configs_are_refused_and_the_counts_are_printed() -> None:
         if kind in ("out of scope", "mistake in the file") and isinstance(outcome, ConfigError):
             what = "; ".join(f"{problem.path} {problem.expected}"[:70] for problem in outcome.problems[:2])
             print(f"  {kind:<20} {name}: {what}")
-    assert Counter(kinds.values())["loads"] >= 228
+    assert Counter(kinds.values())["loads"] >= 239
     assert sum(kind not in ("loads", "not yet") for kind in users.values()) <= MAX_REFUSED * len(users)
     assert Counter(users.values())["out of scope"] <= MAX_OUT_OF_SCOPE * len(users)
-    assert Counter(kinds.values())["mistake in the file"] <= 5
+    assert Counter(kinds.values())["mistake in the file"] <= 6
 
 
 def test_every_problem_says_where_and_what() -> None:

@@ -300,7 +300,7 @@ def test_one_wrong_setting_is_one_sentence(source: dict[str, Any], message: str)
     assert messages(source) == [message]
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "zerooneadam", "OneBitLamb", "MuAdam", "LBFGS"])
+@pytest.mark.parametrize("name", ["MuAdam", "LBFGS"])
 def test_an_optimizer_that_is_not_served_is_refused_by_name(name: str) -> None:
     first, *others = messages({"optimizer": {"type": name, "params": {"freeze_step": 3, "cuda_aware": False}}})
     assert first.startswith(f'optimizer.type: "{name}" is ') and "or another of Adam, AdamW" in first

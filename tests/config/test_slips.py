@@ -233,14 +233,6 @@ def test_a_folder_that_all_ranks_must_see_is_said() -> None:
     )
 
 
-def test_a_one_bit_optimizer_leads_to_the_one_it_starts_as_with_all_its_parameters_at_once() -> None:
-    own = {"freeze_step": 3, "cuda_aware": False}
-    for name, there in (("OneBitLamb", "Lamb"), ("OneBitAdam", "Adam"), ("ZeroOneAdam", "Adam")):
-        first, *others = messages({"optimizer": {"type": name, "params": {"lr": 1e-4, **own}}})
-        assert first.startswith("optimizer.type: ") and f'Use "{there}"' in first, first
-        assert [other.partition(":")[0] for other in others] == [f"optimizer.params.{key}" for key in own]
-
-
 def test_what_belongs_to_other_programs_stays_a_note() -> None:
     foreign = {
         **{"_comment": 1, "trainer": {"device": "cuda"}, "hidden-size": 64, "weight-decay": 0.1, "num-layers": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 from pathlib import Path
@@ -12,7 +13,13 @@ import pytest
 import torch
 from transformers.optimization import Adafactor as HfAdafactor
 
-from hf_dist.config.arguments import DEEPSPEED_SCHEDULES, OPTIMIZER_ARGUMENTS, REQUIRED, TORCH_SCHEDULES
+from hf_dist.config.arguments import (
+    DEEPSPEED_SCHEDULES,
+    ONE_BIT_OPTIMIZERS,
+    OPTIMIZER_ARGUMENTS,
+    REQUIRED,
+    TORCH_SCHEDULES,
+)
 from hf_dist.config.params import REFUSED_OPTIMIZERS, REFUSED_SCHEDULES
 from hf_dist.config.rows import Status, is_off
 from hf_dist.config.schema import fields
@@ -22,6 +29,8 @@ from hf_dist.config.unknown import SECTIONS, known_keys
 from hf_dist.optim import cycles, schedules
 from hf_dist.optim.lamb import Lamb
 from hf_dist.optim.lion import Lion
+from hf_dist.optim.onebit_adam import OneBitAdam, ZeroOneAdam
+from hf_dist.optim.onebit_lamb import OneBitLamb, Ratios
 from tests.test_architecture import parse, python_files
 
 SCHEMA = Path(__file__).resolve().parents[3] / "shared" / "reference" / "config" / "schema.json"
@@ -184,14 +193,22 @@ def signature(cls: type) -> dict[str, inspect.Parameter]:
 
 def test_optimizer_names_and_arguments_are_those_of_torch() -> None:
     existing = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)} - {"Optimizer"}
-    assert set(OPTIMIZER_ARGUMENTS) - {"Lion", "Lamb"} <= existing
+    assert set(OPTIMIZER_ARGUMENTS) - {"Lion", "Lamb", *ONE_BIT_OPTIMIZERS} <= existing
     assert existing <= {*OPTIMIZER_ARGUMENTS, *REFUSED_OPTIMIZERS}
     own: dict[str, type] = {"Lion": Lion, "Lamb": Lamb, "Adafactor": HfAdafactor}
+    own |= {"OneBitAdam": OneBitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": OneBitLamb}
+    idle = {"cuda_aware", "comm_backend_name", "local_step_scaler", "local_step_clipper"}
     for name, arguments in OPTIMIZER_ARGUMENTS.items():
         if name == "Muon":  # DeepSpeed's
             continue
         ours = set(signature(own.get(name) or getattr(torch.optim, name)))
-        ours |= {"max_grad_norm"} if name == "Lamb" else set()  # refused with what to set instead
+        ours |= (
+            {"max_grad_norm"} if name in ("Lamb", *ONE_BIT_OPTIMIZERS) else set()
+        )  # refused with what to set instead
+        ours |= idle & arguments  # DeepSpeed's, of no effect
+        ours = (
+            ours - {"ratios"} | {field.name for field in dataclasses.fields(Ratios)} if name == "OneBitLamb" else ours
+        )
         ours -= {"decoupled_weight_decay"} if name == "Adam" else set()  # "adam_w_mode" says it
         assert arguments - DEEPSPEED_SWITCHES == ours - DEEPSPEED_SWITCHES, name
 

@@ -239,9 +239,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "the norm of some parameters counts elements that every rank holds on each of them",
-        "optim/clip.py",
-        "part = group.grad[max(start, first) : max(min(stop, last), start, first)]",
-        "part = group.grad[start:stop]",
+        "sharding/group.py",
+        "return values[start:stop], first + start, 1.0",
+        "return values, first, 1.0",
         ("window/test_order_of_calls.py", "window/test_raw_loops.py"),
     ),
     Mutant(

@@ -144,9 +144,10 @@ def test_lion_resumes_from_its_state_dict() -> None:
 @pytest.mark.parametrize(
     ("type", "params", "path", "words"),
     [
-        ("OneBitAdam", {"freeze_step": 400, "cuda_aware": False}, "optimizer.type", "1-bit optimizer"),
-        ("ZeroOneAdam", {}, "optimizer.type", "1-bit optimizer"),
-        ("OneBitLamb", {}, "optimizer.type", "1-bit optimizer"),
+        ("OneBitAdam", {"freeze_step": 0}, "optimizer.params.freeze_step", "not a whole number of at least 1"),
+        ("OneBitAdam", {"amsgrad": True}, "optimizer.params.amsgrad", "is not a parameter of OneBitAdam"),
+        ("ZeroOneAdam", {"freeze_step": 3}, "optimizer.params.freeze_step", "is not a parameter of ZeroOneAdam"),
+        ("OneBitLamb", {"coeff_beta": 1.0}, "optimizer.params.coeff_beta", "below 1"),
         ("MuAdamW", {}, "optimizer.type", "mup package"),
         ("MuSGD", {}, "optimizer.type", "mup package"),
         ("AdamX", {}, "optimizer.type", "Did you mean"),
@@ -157,7 +158,7 @@ def test_lion_resumes_from_its_state_dict() -> None:
         ("Lion", {"fp32_optimizer_states": 3}, "optimizer.params.fp32_optimizer_states", "not true or false"),
         ("Adam", {"amsgrad": True}, "optimizer.params.amsgrad", '"torch_adam": true'),
         ("Adam", {"torch_adam": "yes please"}, "optimizer.params.torch_adam", "not true or false"),
-        ("Adam", {"freeze_step": 3}, "optimizer.params.freeze_step", "1-bit"),
+        ("Adam", {"freeze_step": 3}, "optimizer.params.freeze_step", "is not a parameter of Adam"),
         ("Adam", {"wieght_decay": 0.1}, "optimizer.params.wieght_decay", 'Did you mean "weight_decay"?'),
         ("Adam", {"decoupled_weight_decay": False}, "optimizer.params.decoupled_weight_decay", "adam_w_mode"),
         ("SGD", {"adam_w_mode": True}, "optimizer.params.adam_w_mode", "is not a parameter of SGD"),

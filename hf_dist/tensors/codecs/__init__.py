@@ -9,7 +9,7 @@ from hf_dist.tensors.codecs.float8 import Float8
 from hf_dist.tensors.codecs.integers import Int4, Int8
 from hf_dist.tensors.codecs.signs import Signs
 
-__all__ = ["CODECS", "Codec", "codec_of"]
+__all__ = ["CODECS", "Codec", "Signs", "codec_of"]
 
 CODECS: Mapping[str, type[Codec]] = {kind.name: kind for kind in (Int8, Int4, Float8, Signs)}
 """Name in the config -> codec. A new codec is a file and a name here."""
