@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_dist.errors import ConfigError, Problem
+
 _ZERO = "zero_optimization"
 
 DEEPSPEED_KEYS: Mapping[str, str] = {
@@ -75,6 +77,30 @@ class LauncherSettings:
     def base_config(self) -> dict[str, Any]:
         """The config that accelerate starts from if no file is named, before these settings: ZeRO 2, or the given stage."""
         return {} if f"{_ZERO}.stage" in self.settings else {_ZERO: {"stage": 2}}
+
+
+def launched_precision(asked: object, environment: Mapping[str, str]) -> str:
+    """The precision that a script (`asked`, if it is not None) or `accelerate launch` wants: "no", "fp16", "bf16" or "fp8".
+
+    Raises `ConfigError` for products in eight bits by another library than torchao."""
+    wanted = str(asked or environment.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
+    backend = environment.get(_FP8_BACKEND, "")
+    if wanted == "fp8" and backend.upper() in FP8_BACKENDS:
+        raise ConfigError(fp8_backend_problem(_FP8_BACKEND, backend))
+    return wanted
+
+
+FP8_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
+"""accelerate's names of libraries that replace modules or optimizers -> their own."""
+_FP8_BACKEND = "ACCELERATE_FP8_BACKEND"
+
+
+def fp8_backend_problem(path: str, backend: str) -> Problem:
+    """What is wrong with one of `FP8_BACKENDS`, named at `path`."""
+    expected = f"is {FP8_BACKENDS[backend.upper()]}, which puts modules of its own in the place of the model's"
+    return Problem(
+        path, backend, expected, 'Use torchao: backend AO, or "hf_dist": {"fp8": {"enabled": true}} in the JSON.'
+    )
 
 
 def put(config: dict[str, Any], path: str, value: object) -> None:

@@ -53,6 +53,7 @@ AUTO_TABLE: tuple[AutoRule, ...] = (
     _argument("gradient_clipping", "max_grad_norm", must_match=True, fill_absent=True),
     _argument("fp16.enabled", "fp16", fill_absent=True),
     _argument("bf16.enabled", "bf16", fill_absent=True),
+    AutoRule("hf_dist.fp8.enabled", "fp8", "mixed_precision of accelerate", "", fill_absent=True),
     _argument("optimizer.params.lr", "learning_rate", must_match=True),
     AutoRule(
         "optimizer.params.betas",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dist.config.accelerate import DEEPSPEED_KEYS, put
+from hf_dist.config.accelerate import DEEPSPEED_KEYS, FP8_BACKENDS, fp8_backend_problem, put
 from hf_dist.config.foreign_layout import ACCELERATE, SHARES, STAGE, ForeignLayout, keys_of, whole
 from hf_dist.config.spelling import did_you_mean
 from hf_dist.config.support import SUPPORT
@@ -48,7 +48,7 @@ _LAUNCHER_KEYS = frozenset(
 _CONSUMED = frozenset(
     {
         *("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config", "mixed_precision"),
-        *("num_machines", "num_processes", "distributed_type", "use_parallelism_config"),
+        *("num_machines", "num_processes", "distributed_type", "use_parallelism_config", "fp8_config"),
     }
 )
 _OF_THE_LAUNCHER = frozenset(
@@ -107,12 +107,28 @@ def from_accelerate(data: Mapping[str, object]) -> Conversion:
     precision = str(data.get("mixed_precision", "no")).lower()
     if precision in ("fp16", "bf16"):
         result.config[precision] = {"enabled": True}
+    elif precision == "fp8":
+        result.config["bf16"] = {"enabled": True}
+        put(result.config, "hf_dist.fp8.enabled", True)
+        _fp8_section(data.get("fp8_config"), result)
     elif precision not in ("no", "none"):
         result.notes["mixed_precision"] = f"{precision} is not available; bf16 is"
     for key in data:
         if key not in _CONSUMED:
             result.notes[key] = _LAUNCHER if key in _OF_THE_LAUNCHER else "not a key that is known here"
     return result
+
+
+def _fp8_section(section: object, result: Conversion) -> None:
+    """`fp8_config`: torchao's recipe by its own name; other libraries are refused."""
+    options = section if isinstance(section, Mapping) else {}
+    for key, value in options.items():
+        if key == "backend" and str(value).upper() in FP8_BACKENDS:
+            raise ConfigError(fp8_backend_problem("fp8_config.backend", str(value)))
+        if key != "backend":
+            result.notes[f"fp8_config.{key}"] = (
+                "a detail of accelerate's recipe; hf_dist.fp8.recipe chooses one of torchao's"
+            )
 
 
 def _filled(node: object, path: str, notes: dict[str, str]) -> Any:

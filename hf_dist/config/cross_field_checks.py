@@ -74,6 +74,7 @@ _NEEDS = (
         ),
         "read at stage 3 only",
     ),
+    Needs(("hf_dist.fp8",), lambda config: config.hf_dist.fp8.enabled, "its enabled is false"),
     Needs(
         ("hf_dist.wires.weights", f"{_ZERO}.zero_quantized_weights"),
         lambda config: config.zero_optimization.stage > 0,

@@ -83,6 +83,16 @@ REFUSALS: tuple[Refusal, ...] = (
         _STAGES,
     ),
     Refusal(
+        "hf_dist.fp8.enabled",
+        "`fp16.enabled`",
+        lambda config: config.hf_dist.fp8.enabled and config.fp16.enabled is True,
+        "torchao's products are in bf16 beside float8",
+        "is not available together with fp16: products in float8 come out in bf16",
+        'Set "bf16": {"enabled": true} instead of fp16, or remove hf_dist.fp8.',
+        {"hf_dist": {"fp8": {"enabled": True}}},
+        {"fp16": {"enabled": True}},
+    ),
+    Refusal(
         "hf_dist.wires.error_feedback",
         "`elasticity.enabled`",
         lambda config: config.hf_dist.wires.error_feedback and config.elasticity.enabled,

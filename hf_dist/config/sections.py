@@ -53,6 +53,10 @@ GradientWire = Annotated[
 ]
 SecondCopy = Annotated[Literal["encoded", "whole"], PlainValidator(values.choice("encoded", "whole"))]
 Block = Annotated[int, PlainValidator(values.block)]
+Fp8Recipe = Annotated[
+    Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+    PlainValidator(values.choice("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
 
@@ -387,6 +391,19 @@ class WiresConfig(Frozen):
     """`hf_dist.wires.machine`: ranks that add gradients up before machines do; "auto": those of a machine; 1: none."""
 
 
+class Fp8Config(Frozen):
+    """The `hf_dist.fp8` section: linear layers multiply in float8, by torchao; weights and states stay as they are."""
+
+    enabled: Flag = False
+    """`hf_dist.fp8.enabled`: whether linear layers multiply in float8; needs bf16, and a GPU of compute capability 8.9."""
+    recipe: Fp8Recipe = "rowwise"
+    """`hf_dist.fp8.recipe`: "rowwise", "tensorwise" (faster), "rowwise_with_gw_hp" (weight gradients in bf16)."""
+    skip: Names = ()
+    """`hf_dist.fp8.skip`: layers left alone, beside those that always are: paths, or ends of paths such as "down_proj"."""
+    emulate: Flag = False
+    """`hf_dist.fp8.emulate`: whether products are computed in fp32 on rounded numbers; slow, on any device."""
+
+
 class HfDistSection(Frozen):
     """The `hf_dist` section: keys of hf_dist itself, ignored by other readers of the file."""
 
@@ -410,6 +427,8 @@ class HfDistSection(Frozen):
     """`hf_dist.reduce_once_per_window`: at stages 2 and 3, whether gradients are reduced in the last microbatch only."""
     optimizer_over: OptimizerScope = "shard"
     """`hf_dist.optimizer_over`: "all" cuts optimizer state among copies of a shard (`mics_shard_size`), too; "shard": not."""
+    fp8: Fp8Config = Fp8Config()
+    """`hf_dist.fp8`: linear layers that multiply in float8."""
     wires: WiresConfig = WiresConfig()
     """`hf_dist.wires`: weights, gradients and hidden states that travel in fewer bits."""
     optimizer_in_backward: Flag = False

@@ -39,7 +39,7 @@ class AutoSources:
     bf16: bool | None = None
     """Whether --bf16 or --bf16_full_eval is given."""
     launcher_precision: str = ""
-    """Precision given to `accelerate launch`, "fp16" or "bf16"; the arguments' own precision is in the two fields above."""
+    """Precision given to `accelerate launch`: "fp16", "bf16" or "fp8"; that of the arguments is in the two fields above."""
     warmup_steps: int | None = None
     """Warm-up length in optimizer steps, at least 1."""
     num_training_steps: int | None = None
@@ -82,9 +82,15 @@ class AutoSources:
             values["per_device_train_batch_size"] = max(1, args.per_device_train_batch_size // data_world_size)
         return cls(data_world_size=data_world_size, **values)
 
+    @property
+    def fp8(self) -> bool | None:
+        """Whether products in float8 are asked for outside the file; None: not."""
+        return True if self.launcher_precision == "fp8" else None
+
     def precision(self, name: str) -> tuple[bool | None, str]:
         """Whether "fp16" or "bf16" is turned on outside the file, and by what."""
-        if not getattr(self, name) and self.launcher_precision == name:
+        asked = "bf16" if self.launcher_precision == "fp8" else self.launcher_precision  # products; the rest is bf16
+        if not getattr(self, name) and asked == name:
             return True, "mixed_precision of accelerate"
         return getattr(self, name), f"TrainingArguments.{name}"
 

@@ -35,6 +35,8 @@ from hf_dist.engine.report import report_of
 from hf_dist.engine.unprepare import taking_over
 from hf_dist.engine.window import Loop
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.float8.convert import choose_layers, convert
+from hf_dist.float8.linear import plain
 from hf_dist.log import say
 from hf_dist.memory.activation import set_up_checkpointing
 from hf_dist.memory.offload.storage import Storage, open_storage
@@ -193,7 +195,10 @@ def build_engine(
     synchronize_weights(model, mesh)
     tell_full_build(model, mesh)
     precision = precision_for(config, model)
+    eights = choose_layers(model, config, mesh.device, expert_counts(model)) if trainable else None
     cut, tensors = _cut(model, config, mesh, precision, example)
+    if eights is not None:
+        eights = convert(eights, config)
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # before sequences are split
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
     cast_in_forwards(model, precision)
@@ -216,7 +221,7 @@ def build_engine(
         change(engine)
     watchdog.watch(engine)
     if trainable:
-        say(report_of(engine, tensors))
+        say(report_of(engine, tensors, eights))
     return engine
 
 
@@ -247,7 +252,8 @@ def _verify_split(split: SplitSequence, engine: Engine) -> None:
     """Try the model on parts of rows: what differs from the whole is refused when it comes. Collective over the ranks of cp."""
     from hf_dist.parallel.sequence.verify import verify  # imports transformers
 
-    verify(split, engine.model, engine.evaluate, tries=engine.pipeline is None)
+    with plain(engine.model):  # compares sums, which rounding would hide
+        verify(split, engine.model, engine.evaluate, tries=engine.pipeline is None)
 
 
 def _cut(

@@ -14,6 +14,7 @@ from hf_dist.config.training_sections import LocalSgdConfig
 from hf_dist.dist import roles
 from hf_dist.dist.network import describe
 from hf_dist.engine.engine import Engine
+from hf_dist.float8.choice import Choice
 from hf_dist.format_bytes import scaled, size_text
 from hf_dist.memory.activation import describe_checkpointing
 from hf_dist.memory.offload.storage import MASTER_NBYTES
@@ -42,12 +43,13 @@ _RESTS = {
 }
 
 
-def report_of(engine: Engine, tensors: TensorSplit | None = None) -> str:
+def report_of(engine: Engine, tensors: TensorSplit | None = None, eights: Choice | None = None) -> str:
     """The report that `dump_state` asks for, as plain text. Local; rank 0 prints it once."""
-    return start_up_report(engine, tensors) if engine.config.dump_state else brief_report(engine, tensors)
+    make = start_up_report if engine.config.dump_state else brief_report
+    return make(engine, tensors, eights)
 
 
-def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
+def brief_report(engine: Engine, tensors: TensorSplit | None = None, eights: Choice | None = None) -> str:
     """What a plain job is, in ten lines of 80 columns; parts that not every job has get their lines, too."""
     sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
@@ -67,6 +69,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
         "pipeline": pipeline.describe() if pipeline else [],
         "sequence": [split.describe()] if split else [],
         "tensor": tensors.describe() if tensors else [],
+        "float8": eights.rows() if eights else [],
         "batch": [_batch(engine.batch)],
         "precision": _brief_precision(sharded),
         "memory": _brief_memory(engine, states, optimizer),
@@ -76,7 +79,7 @@ def brief_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
     return _printed('hf_dist start-up report (whole with "dump_state": true)', parts, _COLUMNS)
 
 
-def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
+def start_up_report(engine: Engine, tensors: TensorSplit | None = None, eights: Choice | None = None) -> str:
     """The whole report as plain text. Local."""
     sharded, config, pipeline, split = engine.sharded, engine.config, engine.pipeline, engine.split_sequence
     optimizer = OptimizerStates.of_attached(engine.fragments, config)
@@ -97,6 +100,7 @@ def start_up_report(engine: Engine, tensors: TensorSplit | None = None) -> str:
         **({"pipeline": pipeline.describe()} if pipeline else {}),
         **({"sequence": [split.describe()]} if split else {}),
         **({"tensor": tensors.describe()} if tensors else {}),
+        **({"float8": eights.rows()} if eights else {}),
         "batch": [_batch(engine.batch)],
         "precision": _precision(sharded),
         "units": _units(sharded),

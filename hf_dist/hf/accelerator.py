@@ -24,6 +24,7 @@ from hf_dist.config import (
     load_config,
     resolve,
 )
+from hf_dist.config.accelerate import launched_precision
 from hf_dist.config.foreign_layout import keys_of
 from hf_dist.dist import collectives, excepthook, watchdog
 from hf_dist.dist.collective_guard import every_rank
@@ -88,7 +89,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
         if launch.world_size > 1 and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-        wanted = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        wanted = launched_precision(kwargs.pop("mixed_precision", None), os.environ)
         settings = LauncherSettings.from_environment(os.environ)
         if settings is not None:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"  # otherwise accelerate would start DeepSpeed
@@ -101,7 +102,7 @@ class DistAccelerator(ClippingMixin, GathersMixin, LocalPlaceMixin, LoopCheckpoi
         prepare_start()
         super().__init__(*args, mixed_precision="no", **kwargs)
         watchdog.start(read.hf_dist.stall_report_seconds)
-        self._launcher_precision = str(wanted)
+        self._launcher_precision = wanted
         self._read(read)
         take_while_alive(self)
         if read.hf_dist.lazy_load:

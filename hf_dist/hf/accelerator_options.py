@@ -17,7 +17,7 @@ __all__ = ["HANDLERS", "OPTIONS", "check_options"]
 HONOURED = ""
 _ENGINE = "Remove it; dist_config says the same (a DeepSpeed JSON can be given)."
 _COMPILE = 'Remove it, and set "compile": {"enabled": true} in dist_config, which compiles each block.'
-_FLOAT8 = "Remove it; train in bf16."
+_FLOAT8 = 'Remove it, and set "hf_dist": {"fp8": {"enabled": true}} in dist_config, or mixed_precision="fp8".'
 
 OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"), _ENGINE),

@@ -26,6 +26,7 @@ from hf_dist.config import (
     with_disagreements,
     with_elastic_batch,
 )
+from hf_dist.config.accelerate import launched_precision
 from hf_dist.config.convert import left_to_arguments
 from hf_dist.config.foreign_layout import ForeignLayout, keys_of
 from hf_dist.config.refusals import refuse
@@ -167,7 +168,8 @@ class DistArgsMixin:
     def _take_over(self, config: DistConfig) -> None:
         """Resolve the values that TrainingArguments know. From here on hf_dist handles mixed precision."""
         arguments: Any = self
-        arguments._read, arguments._wanted_precision = config, arguments.mixed_precision
+        wanted = launched_precision(arguments.mixed_precision, os.environ)
+        arguments._read, arguments._wanted_precision = config, wanted
         self._resolve(config)
         report_to_monitors(arguments._dist, self)
         # Weights are in the compute dtype: no autocast around forward, no GradScaler in accelerate.

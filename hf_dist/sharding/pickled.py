@@ -6,6 +6,7 @@ module answers with a twin that lacks our hooks, methods and classes; a paramete
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -86,7 +87,12 @@ class _Module:
         sharded = self._sharded()
         if sharded is not None and _structure.get() != _ORDINARY:
             _check_whole(module, sharded)
-        return self._traces.ordinary_twin(module).__reduce_ex__(protocol)
+        ordinary = self._traces.ordinary_twin(module)
+        reduced: Any = ordinary.__reduce_ex__(protocol)
+        if type(ordinary) is type(module) or isinstance(reduced, str):
+            return reduced
+        # pickle refuses `__newobj__` of another class than that of the object it was asked for.
+        return (copyreg._reconstructor, (type(ordinary), object, None), *reduced[2:])  # type: ignore[attr-defined]
 
 
 class _Parameter:

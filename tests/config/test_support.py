@@ -78,6 +78,8 @@ OURS = {
             *("stochastic_rounding", "log_measurements"),
             "roles",
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
+            "fp8",
+            *(f"fp8.{key}" for key in ("enabled", "recipe", "skip", "emulate")),
             "wires",
             *(f"wires.{key}" for key in ("weights", "frozen_weights", "second_copy", "gradients", "copies")),
             *(f"wires.{key}" for key in ("meetings", "stages", "block", "error_feedback", "machine", "powersgd")),

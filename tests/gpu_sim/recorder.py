@@ -136,6 +136,8 @@ class Recorder(FakeTensorMode):
             return self._pin(tensors[0])
         if func is aten.is_pinned.default:
             return self.is_page_locked(tensors[0])
+        if func is aten._scaled_mm.default:
+            _refuse_layout(args[0], args[1])
         if func is aten.silu_backward.default:  # its fake version is made of fp32 operators that no kernel has
             out = super().__torch_dispatch__(aten.empty_like.default, types, args[:1], {})
         else:
@@ -262,3 +264,13 @@ def follows_resizes(recorder: Recorder) -> Any:
         return out
 
     return mock.patch.object(torch.UntypedStorage, "resize_", resize)
+
+
+def _refuse_layout(one: torch.Tensor, other: torch.Tensor) -> None:
+    """As cuBLAS does: rows of the first factor and columns of the second one after another, sizes that are multiples of 16."""
+    if one.stride(-1) != 1 or other.stride(0) != 1:
+        raise RuntimeError(
+            f"_scaled_mm takes row-major by column-major, not strides {one.stride()} by {other.stride()}"
+        )
+    if any(size % 16 for size in (*one.shape[1:], *other.shape)):
+        raise RuntimeError(f"_scaled_mm takes sizes that are multiples of 16, not {one.shape} by {other.shape}")

@@ -40,6 +40,8 @@ class Setting:
     lora: bool = False
     dtype: str = "bf16"
     clipping: float = 1.0
+    fp8: str = ""
+    """A recipe for products in eight bits."""
     between: str = "nothing"
     """Steps: nothing, evaluation, or generation."""
     wires: str = "none"
@@ -69,6 +71,8 @@ class Setting:
             own["optimizer_in_backward"] = True
         if self.budget:
             own["memory_budget"] = "20GB"
+        if self.fp8:
+            own["fp8"] = {"enabled": True, "recipe": self.fp8}
         more: dict[str, Any] = {"hf_dist": own, "gradient_accumulation_steps": self.accumulation}
         if self.checkpointing == "host":
             more["activation_checkpointing"] = {"cpu_checkpointing": True}
@@ -91,6 +95,8 @@ class Report:
     """Communicators that were first used after the engine was built."""
     kernels: int
     """Launched in the last step."""
+    scaled: int = 0
+    """Of these, products in eight bits."""
     trace: Trace | None = field(default=None, repr=False)
 
 
@@ -115,7 +121,8 @@ def report(trace: Trace, *, keep: bool = False) -> Report:
                 late.append(f"{entry.transfer.communicator} at {entry.where}")
     steady = trace.entries[trace.marks[STEADY] :]
     kernels = sum(isinstance(e, Launched) for e in steady)
-    return Report(_told(trace), waits, late, kernels, trace if keep else None)
+    scaled = sum(isinstance(e, Launched) and "_scaled_mm" in e.what for e in steady)
+    return Report(_told(trace), waits, late, kernels, scaled, trace if keep else None)
 
 
 def model_of(setting: Setting, case: Case = SMALL) -> Any:

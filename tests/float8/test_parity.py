@@ -1,0 +1,98 @@
+"""Products in eight bits: ranks equal one process under torchao's own conversion, whatever the layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests import needs
+from tests.attempts import attempts
+from tests.covering import PAIRS, cells
+from tests.float8.training import Case, alone, on_rank
+from tests.harness import run_ranks
+
+needs.package("torchao", "it multiplies in float8")
+
+RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+BOTH = (False, True)
+
+
+def _cases() -> list[Case]:
+    data = {
+        "stage": (0, 1, 2, 3),
+        "world": (2, 3),
+        "recipe": RECIPES,
+        "accumulation": (1, 2),
+        "bf16": BOTH,
+        "checkpointing": BOTH,
+        "offload": BOTH,
+    }
+    models = {"family": ("gpt2", "bert", "qwen3", "qwen3_moe"), "stage": (0, 3), "tied": BOTH, "recipe": RECIPES}
+    adapters = {"lora": (True,), "stage": (0, 3), "recipe": RECIPES, "checkpointing": BOTH}
+    found = [Case(**cell) for cell in cells(data, PAIRS, allowed=lambda c: c["stage"] > 0 or not c["offload"])]
+    found += [Case(**cell) for grid in (models, adapters) for cell in cells(grid, PAIRS)]
+    split = {"bf16": False, "accumulation": 2}  # bf16 rounds partial sums, with and without these products
+    return [
+        *found,
+        Case(tp=2, **split),
+        Case(cp=2, recipe="tensorwise", **split),
+        Case(pp=2, stage=1, **split),
+        Case(compiled=True, stage=2),
+        Case(world=4, tp=2, stage=3, recipe="tensorwise", **split),
+        Case(world=4, pp=2, cp=2, stage=0, **split),
+        Case(world=4, shards=2, stage=3, recipe="rowwise_with_gw_hp", **split),
+        Case(family="qwen3_moe", ep=2, bf16=False),
+    ]
+
+
+CASES = _cases()
+LABELS = ["-".join(f"{k} {v}" for k, v in vars(case).items() if v != getattr(Case(), k)) for case in CASES]
+
+
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[Any]:
+    """Every case on this rank."""
+    return attempts(rank, world, (functools.partial(on_rank, rank, world, case) for case in cases))
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[Case, Any]:
+    """Results of every rank; each number of ranks is started once."""
+    found: dict[Case, Any] = {}
+    for world in sorted({case.world for case in CASES}):
+        mine = [case for case in CASES if case.world == world]
+        results = run_ranks(run_cases, world, (mine,), timeout=900)
+        for i, case in enumerate(mine):
+            found[case] = [result[i] for result in results]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=LABELS)
+def test_ranks_equal_one_process_under_torchao(case: Case, on_ranks: dict[Case, Any]) -> None:
+    ranks = on_ranks[case]
+    assert not any(isinstance(rank, str) for rank in ranks), ranks
+    wanted, data = alone(case), {rank["data"]: rank for rank in ranks}
+    assert case.pp > 1 or set(ranks[0]["chosen"]) == set(wanted["chosen"])
+    # Experts get tokens in another order, so their sums round otherwise, and eight bits round that to other numbers.
+    tolerance = 5e-3 if case.ep > 1 else 1e-5
+    for step in range(case.steps):
+        loss = sum(rank["losses"][step] for rank in data.values()) / case.data
+        assert loss == pytest.approx(wanted["losses"][step], rel=tolerance)
+        assert ranks[0]["norms"][step] == pytest.approx(wanted["norms"][step], rel=tolerance)
+    for name, value in wanted["weights"].items():
+        if name in ranks[0]["weights"] and (not case.lora or "lora_" in name):
+            apart = float(
+                (ranks[0]["weights"][name].float() - value.float()).norm() / value.float().norm().clamp(min=1e-9)
+            )
+            assert apart < tolerance, (name, apart)
+
+
+def test_eight_bits_change_the_numbers() -> None:
+    """The cases above compare what is really rounded."""
+    case = Case(steps=1)
+    plain = {**vars(case), "recipe": "none"}
+    one, other = alone(case), alone(Case(**plain))
+    assert one["losses"] != other["losses"]
+    assert not all(torch.equal(v, other["weights"][n]) for n, v in one["weights"].items())
