@@ -35,7 +35,7 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PATH="$venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE  # every worker and every process that a test starts would compile all of it again
 ruff check .
-codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd *.md configs examples hf_dist tests
+codespell --skip "*/sweep/*.md,*/schema/*" --ignore-words-list fro,nd,te *.md configs examples hf_dist tests
 ruff format --check .
 mypy --num-workers 2 hf_dist || mypy hf_dist  # its workers have a few seconds to start, which a busy machine may not give
 # Three workers: files that start ranks in one, others beside them, those that wait in the third (tests/order.py). -n 0 for one

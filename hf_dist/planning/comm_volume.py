@@ -96,6 +96,8 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             if wires.low_rank is not None:
                 for numel in message_numels(*group.factors, group.layout.numel):
                     send(axis, "all_reduce", shards, numel * states.precision.reduce.itemsize, windows)
+            elif wires.momentum is not None:  # as after its warm-up
+                reduce(states.sent_momentum(group), wires.momentum)
             else:
                 reduce(states.reduction(group), wires.gradients, windows)
             held = group.at_rest.gradient

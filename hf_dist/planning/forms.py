@@ -36,6 +36,8 @@ def _rows(states: States, axes: Axes) -> Iterator[tuple[str, str, Codec | str, s
         form = wires.low_rank
         since = f", after {form.start} steps" if form.start else ""
         yield "gradients", "shard", f"two factors of rank {form.rank} (PowerSGD)", since
+    if wires.momentum is not None:
+        yield "momentum in place of gradients, after the warm-up", "shard", wires.momentum, ""
     if wires.stages is not None and axes.size("pp") > 1:
         yield "hidden states and their gradients", "pp", wires.stages, ""
     if wires.meetings is not None and states.config.local_sgd.enabled and axes.size("dp_replicate") > 1:

@@ -106,8 +106,7 @@ class States:
             num_outer_states(config, 1 if sharded.mesh.replicas is None else sharded.mesh.replicas.size),
         )
         near = max((g.axes.hops[0].size for g in sharded.trainable_groups if g.axes.hops), default=1)
-        copies = 1 if sharded.mesh.replicas is not None else sharded.mesh.axes.size("dp_replicate")
-        return replace(states, near=near, copies=copies)
+        return replace(states, near=near, copies=sharded.mesh.axes.size("dp_replicate"))
 
     @classmethod
     def of_model(
@@ -233,8 +232,15 @@ class States:
         near = self.near if is_dense else 1
         return Mean("shard" if is_dense else "edp", shards, group.layout.numel, self.precision.reduce, whole, near)
 
+    def sent_momentum(self, group: PlannedGroup) -> Mean:
+        """What an optimizer that sends momentum exchanges in a step, in place of the reduction."""
+        return replace(self.reduction(group), dtype=torch.float32, whole=True, near=1)
+
     def _residuals_nbytes(self, group: PlannedGroup) -> int:
         wires, awaiting = group.at_rest.wires, group.at_rest.awaiting
+        if wires.momentum is not None:  # where it is sharded, each rank keeps all of it to add its gradient to
+            kept = group.layout.numel if self.placements.optim is Placement.SHARD else 0
+            return torch.float32.itemsize * (kept + self.sent_momentum(group).left_out(wires.momentum))
         if wires.low_rank is not None:
             return torch.float32.itemsize * kept_numel(group.factors[0], wires.low_rank)
         if not self.placements.wires.feedback:
@@ -316,8 +322,8 @@ class States:
 
     def on_machines(self, axes: Axes, ranks_per_machine: int) -> States:
         """These states in a job with these axes and machines of so many ranks: copies, and hops of encoded reductions."""
-        copies = 1 if self.config.local_sgd.enabled else axes.size("dp_replicate")
-        return replace(self, near=self.placements.wires.near(axes, ranks_per_machine), copies=copies)
+        near = self.placements.wires.near(axes, ranks_per_machine)
+        return replace(self, near=near, copies=axes.size("dp_replicate"))
 
     def in_blocks(self, axes: Axes) -> Axes:
         """`axes` with those of adjacent ranks: neighbours with a second copy of the weights, hops of encoded reductions."""

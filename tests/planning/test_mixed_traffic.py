@@ -148,6 +148,7 @@ ENCODED: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3},
         "hf_dist": {"wires": {**ALL, "error_feedback": True, "stages": "int8"}},
     },
+    "z0-signs": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
     "z0-factors": {"hf_dist": {"wires": {"gradients": "powersgd", "powersgd": {"rank": 1, "start_step": 0}}}},
     "replicas-encoded": {
         "zero_optimization": {"stage": 3, "mics_shard_size": 2},
@@ -161,7 +162,7 @@ CASES = some_of(CASES, "cp2-ring-copies", "ep2-copies-over", "tp2-ep2-z3", "pp2-
 CASES |= some_of(
     ENCODED,
     *("z0-hops-encoded", "hpz-hops-encoded", "copies-encoded", "copies-over-encoded", "tp2-ep2-z3-encoded"),
-    "pp2-z3-every-microbatch-encoded",
+    *("pp2-z3-every-microbatch-encoded", "z0-signs", "z0-factors", "replicas-encoded"),
 )
 SEQ = LENGTH + 1
 OF_WEIGHTS = ("shard", "edp", "dp_replicate", "cp_replicate", "neighbours", "machine on shard", "machines on shard")
