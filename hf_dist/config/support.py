@@ -59,7 +59,13 @@ _TOP = {
     **rows("", "data_parallel_size", idle("follows from the number of processes")),
     **rows("", "use_data_before_expert_parallelism", idle("experts fold into the ranks that ZeRO shards over", is_off)),
     **rows("timers", "throughput.enabled throughput.synchronized", idle("the log always has the throughput")),
-    **rows("", "msamp", refused("is not supported", 'Remove the section; use "bf16": {"enabled": true} instead.')),
+    **rows(
+        "",
+        "msamp",
+        refused(
+            "is not supported", 'Remove it; "hf_dist": {"fp8": {"enabled": true}} multiplies in float8, beside bf16.'
+        ),
+    ),
     **rows("", "weight_quantization", refused("is not supported", "Remove the section.", is_empty)),
     **rows("", "inference", idle("used for inference only")),
 }
