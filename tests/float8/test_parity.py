@@ -40,7 +40,7 @@ def _cases() -> list[Case]:
         Case(tp=2, **split),
         Case(cp=2, recipe="tensorwise", **split),
         Case(pp=2, stage=1, **split),
-        Case(compiled=True, stage=2),
+        Case(compiled=True, stage=2, world=1, steps=1),
         Case(world=4, tp=2, stage=3, recipe="tensorwise", **split),
         Case(world=4, pp=2, cp=2, stage=0, **split),
         Case(world=4, shards=2, stage=3, recipe="rowwise_with_gw_hp", **split),

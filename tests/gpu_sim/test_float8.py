@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import needs
+from tests.covering import FULL_GRID
 from tests.gpu_sim import library
 from tests.gpu_sim.server import simulate
 from tests.gpu_sim.training import SMALL, Report, Setting
@@ -18,7 +19,10 @@ PRODUCTS = {"rowwise": 3, "tensorwise": 3, "rowwise_with_gw_hp": 2}
 """Products of a layer in eight bits: forward, gradient of the input, and of the weight."""
 
 
-@pytest.mark.parametrize(("recipe", "stage"), [("rowwise", 3), ("tensorwise", 2), ("rowwise_with_gw_hp", 0)])
+ALL = [("rowwise", 3), ("tensorwise", 2), ("rowwise_with_gw_hp", 0)]
+
+
+@pytest.mark.parametrize(("recipe", "stage"), ALL if FULL_GRID else ALL[:1])
 def test_the_kernels_are_those_of_float8_and_the_host_waits_for_none(recipe: str, stage: int) -> None:
     found: Report
     # A layout that cuBLAS does not take raises there (`recorder.py`).

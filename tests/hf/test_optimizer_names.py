@@ -38,6 +38,9 @@ STAGES = {name: (1, 3) if FULL_GRID else (3,) if name in RESUMED else (1,) for n
 ALIKE = ("adamw_8bit", "ademamix_8bit", "lion_32bit", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit")
 if not FULL_GRID:  # of bitsandbytes every class once: pages and other bits are options of it
     STAGES = {name: at for name, at in STAGES.items() if name not in ALIKE and not name.startswith("paged_")}
+    # torchao compiles its step, for half a minute; `test_block_states.py` has states of blocks.
+    STAGES = {name: at for name, at in STAGES.items() if name not in ("adamw_torch_8bit", "adamw_torch_4bit")}
+    RESUMED = tuple(name for name in RESUMED if name in STAGES)
 WORLDS, RATES = ((1, 4), (0, 1, 3)) if FULL_GRID else ((1,), (0, 3))
 """Ranks that go on, and stages at which rates are shown."""
 ABSENT = ("You need to install", "You need to have", "Please install", "No module named")
