@@ -53,7 +53,7 @@ AUTO_TABLE: tuple[AutoRule, ...] = (
     _argument("gradient_clipping", "max_grad_norm", must_match=True, fill_absent=True),
     _argument("fp16.enabled", "fp16", fill_absent=True),
     _argument("bf16.enabled", "bf16", fill_absent=True),
-    AutoRule("hf_dist.fp8.enabled", "fp8", "mixed_precision of accelerate", "", fill_absent=True),
+    AutoRule("hf_dist.fp8.enabled", "fp8", "--fp8, or mixed_precision of accelerate", "--fp8", fill_absent=True),
     _argument("optimizer.params.lr", "learning_rate", must_match=True),
     AutoRule(
         "optimizer.params.betas",
@@ -296,6 +296,11 @@ def _check_precision(work: _Resolution, sources: AutoSources) -> None:
         if turned_on and work.explicit(path) and work.config.value_at(path) is False:
             fix = f'Set it to "auto", or {_turn_off(name, origin)}.'
             work.problem(path, f"differs from {origin}, which is true", fix)
+    path = "hf_dist.fp8.enabled"
+    if sources.fp8 and work.explicit(path) and work.config.value_at(path) is False:
+        work.problem(
+            path, "differs from --fp8, or mixed_precision of accelerate", "Set it to true, or remove the other."
+        )
     if work.value("fp16.enabled") is True and work.value("bf16.enabled") is True:
         path = "fp16.enabled" if work.explicit("fp16.enabled") else "bf16.enabled"
         other = "bf16" if path.startswith("fp16") else "fp16"

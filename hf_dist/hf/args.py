@@ -83,6 +83,12 @@ class DistArgsMixin:
     dist_config: str | None = field(
         default=None, metadata={"help": "DeepSpeed-style JSON: a path, JSON text, or (in Python) a dict."}
     )
+    fp8: bool = field(
+        default=False,
+        metadata={
+            "help": 'Multiply in float8 beside bf16, as "hf_dist": {"fp8": {"enabled": true}} in the dist_config does.'
+        },
+    )
     logging_nan_inf_filter: bool = field(
         default=_NOT_GIVEN,
         metadata={
@@ -125,6 +131,11 @@ class DistArgsMixin:
             self.filters_on_device = source is not None
         self._dist: DistConfig | None = None
         if source is None:
+            if self.fp8:
+                fix = "Pass --dist_config, e.g. configs/zero2.json."
+                raise ConfigError(
+                    Problem("fp8", "true", "needs a dist_config: the Trainer alone has no products in float8", fix)
+                )
             super().__post_init__()  # type: ignore[misc]
             return
         _refuse_other_engines(self)
@@ -168,7 +179,7 @@ class DistArgsMixin:
     def _take_over(self, config: DistConfig) -> None:
         """Resolve the values that TrainingArguments know. From here on hf_dist handles mixed precision."""
         arguments: Any = self
-        wanted = launched_precision(arguments.mixed_precision, os.environ)
+        wanted = launched_precision("fp8" if arguments.fp8 else arguments.mixed_precision, os.environ)
         arguments._read, arguments._wanted_precision = config, wanted
         self._resolve(config)
         report_to_monitors(arguments._dist, self)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hf_dist.errors import ConfigError
 from hf_dist.float8.choice import choose
 from hf_dist.float8.convert import choose_layers, convert
 from hf_dist.float8.linear import is_float8, plain
+from hf_dist.hf.args import DistTrainingArguments
 from tests import needs
 from tests.float8.training import Case, model_of
 
@@ -130,6 +132,8 @@ def test_accelerates_words_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not plain.hf_dist.fp8.enabled and plain.bf16.enabled is True
     assert launched_precision(None, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}) == "fp8"
     assert launched_precision("bf16", {"ACCELERATE_MIXED_PRECISION": "fp8"}) == "bf16"
+    with pytest.raises(ConfigError, match=r"hf_dist.fp8.enabled: false differs from --fp8"):
+        resolve(load_config({"hf_dist": {"fp8": {"enabled": False}}}), sources)
     for backend, words in (("TE", "Transformer Engine"), ("MSAMP", "MS-AMP")):
         with pytest.raises(ConfigError, match=rf"ACCELERATE_FP8_BACKEND: {backend} is {words}.*Use torchao"):
             launched_precision(None, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": backend})
@@ -143,6 +147,16 @@ def test_accelerates_words_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "fp8_config.pad_inner_dim" in converted.notes
     with pytest.raises(ConfigError, match=r"fp8_config.backend: TE is Transformer Engine"):
         from_accelerate({**section, "fp8_config": {"backend": "TE"}})
+
+
+def test_the_argument_means_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    args = DistTrainingArguments(
+        str(tmp_path), use_cpu=True, fp8=True, dist_config={"hf_dist": {"fp8": {"emulate": True}}}
+    )
+    assert args.dist.hf_dist.fp8.enabled and args.dist.bf16.enabled is True
+    with pytest.raises(ConfigError, match="fp8: true needs a dist_config"):
+        DistTrainingArguments(str(tmp_path), use_cpu=True, fp8=True)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])

@@ -45,7 +45,7 @@ class Case:
     offload: bool = False
     second: int = 1
     second_copy: str = "encoded"
-    steps: int = 4
+    steps: int = 5
 
     @property
     def ranks(self) -> int:
