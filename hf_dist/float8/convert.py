@@ -15,7 +15,7 @@ from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
 from hf_dist.float8.choice import Choice, choose, named
 from hf_dist.float8.linear import become_float8
-from hf_dist.float8.recipe import SECTION, recipe_of, refuse_hardware
+from hf_dist.float8.recipe import SECTION, recipe_of, refuse_hardware, refuse_precision
 
 __all__ = ["choose_layers", "convert"]
 
@@ -32,6 +32,7 @@ def choose_layers(
     if not section.enabled:
         return None
     refuse_hardware(config, device)
+    refuse_precision(config)
     recipe_of(config)
     choice = choose(model, experts=experts, skip=section.skip)
     for name in section.skip:

@@ -21,7 +21,7 @@ import torch
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
 
-__all__ = ["SECTION", "recipe_of", "refuse_hardware"]
+__all__ = ["SECTION", "recipe_of", "refuse_hardware", "refuse_precision"]
 
 SECTION = "hf_dist.fp8"
 NEEDED = (8, 9)
@@ -56,3 +56,11 @@ def refuse_hardware(config: DistConfig, device: torch.device) -> None:
             f"{name} has compute capability {found[0]}.{found[1]}, and products in float8 need {NEEDED[0]}.{NEEDED[1]}"
         )
         raise ConfigError(Problem(f"{SECTION}.enabled", "true", what, emulated))
+
+
+def refuse_precision(config: DistConfig) -> None:
+    """Raise `ConfigError` for products that would come out in fp32, which the kernels do not offer; emulated ones do. Local."""
+    section = config.hf_dist.fp8
+    if not (section.emulate or config.bf16.enabled is True or config.torch_autocast.enabled):
+        fix = 'Set "bf16": {"enabled": true}.'
+        raise ConfigError(Problem(f"{SECTION}.enabled", "true", "needs bf16, in which products come out", fix))

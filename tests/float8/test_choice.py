@@ -167,6 +167,8 @@ def test_the_hardware_is_asked(capability: tuple[int, int], monkeypatch: pytest.
     cuda = torch.device("cuda", 0)
     if capability >= (8, 9):
         assert choose_layers(Mixture(), config(emulate=False), cuda) is not None
+        with pytest.raises(ConfigError, match=r"hf_dist.fp8.enabled.*needs bf16.*Set \"bf16\""):
+            choose_layers(Mixture(), load_config({"hf_dist": {"fp8": {"enabled": True}}}), cuda)
         return
     with pytest.raises(ConfigError, match=r"A GPU has compute capability 8.0, and products in float8 need 8.9"):
         choose_layers(Mixture(), config(emulate=False), cuda)
