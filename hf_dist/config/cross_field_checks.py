@@ -224,7 +224,7 @@ def check_together(config: DistConfig, sources: Mapping[str, str], findings: Fin
     _check_warm_up(config, findings)
     for row, clause in refused(config):
         if row.other not in wrong:  # a wrong value at `other` leaves the row undecided
-            findings.problem(row.path, clause, row.fix, found=config.value_at(row.path))
+            findings.problem(row.path, clause, row.remedy(config), found=config.value_at(row.path))
     _check_shard_groups(config, findings)
     _check_offload(config, findings, wrong)
     _check_partition(config, findings)

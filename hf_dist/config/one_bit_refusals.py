@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_dist.config.arguments import ONE_BIT_OPTIMIZERS
+from hf_dist.config.arguments import ONE_BIT_OPTIMIZERS, OPTIMIZER_ARGUMENTS
 from hf_dist.config.refusal import Refusal
 from hf_dist.config.schema import DistConfig
 
@@ -124,6 +124,13 @@ _ROWS = (
 )
 
 
+def _left_over(config: DistConfig) -> str:
+    """What AdamW would refuse next: one round shows all that is wrong."""
+    assert config.optimizer is not None, "a 1-bit optimizer is a setting of it"
+    names = sorted(OPTIMIZER_ARGUMENTS[config.optimizer.type] - OPTIMIZER_ARGUMENTS["AdamW"])
+    return f"AdamW does not take {', '.join(names)}: remove them then."
+
+
 def _refusal(row: _Row) -> Refusal:
     return Refusal(
         row.path,
@@ -133,8 +140,9 @@ def _refusal(row: _Row) -> Refusal:
         f'is not available together with "optimizer.type" "{{other}}": {row.why}',
         f'{row.fix}, or set "optimizer.type" to "AdamW".',
         row.two,
-        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 10, "cuda_aware": False}}},
         "optimizer.type",
+        _left_over,
     )
 
 

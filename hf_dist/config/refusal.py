@@ -31,6 +31,12 @@ class Refusal:
     """The other setting alone; for tests."""
     other: str = ""
     """Path of the other key, if the message names its value or that value may itself be wrong."""
+    further: Callable[[DistConfig], str] = lambda config: ""
+    """A second sentence of the fix, which depends on the file; empty where there is none."""
+
+    def remedy(self, config: DistConfig) -> str:
+        """The fix in full, for this file."""
+        return f"{self.fix} {self.further(config)}".strip()
 
 
 @dataclass(frozen=True)

@@ -455,7 +455,7 @@ def refuse(config: DistConfig) -> None:
     for row, clause in refused(config):
         _, is_given, giver = config.source_of(row.path).partition(" <- ")
         name, line = (giver, "") if is_given else (config.spelled(row.path), config.at_line(row.path))
-        problems.append(Problem(name, shown(config.value_at(row.path)), clause, row.fix, line))
+        problems.append(Problem(name, shown(config.value_at(row.path)), clause, row.remedy(config), line))
     if problems:
         raise ConfigError(problems)
 

@@ -62,6 +62,16 @@ def changes(problem: Problem) -> list[Change]:
 
         return change
 
+    def set_to(target: str, text: str) -> Change:
+        names = re.search(r" does not take (.*): remove them then", fix) if target == "optimizer.type" else None
+
+        def change(data: dict[str, Any]) -> None:
+            put(data, target, json.loads(text))
+            for name in names[1].split(", ") if names else ():
+                drop(data, f"optimizer.params.{name}")
+
+        return change
+
     if re.search(r"Remove the section|remove the section", fix):
         section = home if path.rpartition(".")[2] in ("enabled", "type") or problem.expected == "is missing" else path
         found.append(lambda data: drop(data, section))
@@ -99,10 +109,7 @@ def changes(problem: Problem) -> list[Change]:
         found.append(lambda data: put(data, path, example))
     for match in re.finditer(r'[Ss]et "([\w.]+)" to ("\w+"|\d+|false)(?! to)', fix):
         if match[1] != "enabled":
-            key, text = match[1], match[2]
-            found.append(
-                lambda data, key=key, text=text: put(data, key if "." in key else beside(key), json.loads(text))
-            )  # type: ignore[misc]
+            found.append(set_to(match[1] if "." in match[1] else beside(match[1]), match[2]))
     if match := re.search(r'[Ss]et it to ("\w+"|\d+|false)|Set one of them to (false)|the device to ("none")', fix):
         text = match[1] or match[2] or match[3]
         found.append(lambda data: put(data, path, json.loads(text)))

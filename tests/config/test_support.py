@@ -139,12 +139,14 @@ def test_rows_agree_with_what_the_schema_recommends() -> None:
                 wrong.append((key, "is rejected by the schema"))
             if row["rec"] == "NOTE" and support.status is Status.REFUSED:
                 wrong.append((key, "is a note in the schema"))
+    one_bit = frozenset().union(*(OPTIMIZER_ARGUMENTS[name] for name in ONE_BIT_OPTIMIZERS))
     served = {"hybrid_engine.enabled", "elasticity.enabled", "autotuning.enabled", "data_efficiency.enabled"}
     served |= {
         "data_efficiency.data_sampling",
         *ABBREVIATED["curriculum_learning"],
         *ABBREVIATED["progressive_layer_drop"],
         "zero_optimization.zero_quantized_nontrainable_weights",
+        *(f"optimizer.params.{name}" for name in one_bit - OPTIMIZER_ARGUMENTS["AdamW"]),
     }
     assert [(key, what) for key, what in wrong if key not in served] == [
         ("optimizer.params.amsgrad", "is rejected by the schema"),  # refused unless torch_adam, see params.py
