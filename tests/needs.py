@@ -12,5 +12,10 @@ def package(name: str, reason: str) -> None:
 
     Every worker reads every file, and `lightning` takes two seconds to load: only the worker that runs its tests does.
     """
-    if importlib.util.find_spec(name) is None:
+    if not has(name):
         pytest.skip(f"needs {name}: {reason}", allow_module_level=True)
+
+
+def has(name: str) -> bool:
+    """Whether the package is installed; loads nothing."""
+    return importlib.util.find_spec(name) is not None

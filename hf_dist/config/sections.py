@@ -53,6 +53,8 @@ GradientWire = Annotated[
 ]
 SecondCopy = Annotated[Literal["encoded", "whole"], PlainValidator(values.choice("encoded", "whole"))]
 Block = Annotated[int, PlainValidator(values.block)]
+Fp8Casts = Annotated[Literal["window", "use"], PlainValidator(values.choice("window", "use"))]
+Fp8Gathers = Annotated[Literal["float8", "whole"], PlainValidator(values.choice("float8", "whole"))]
 Fp8Recipe = Annotated[
     Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
     PlainValidator(values.choice("tensorwise", "rowwise", "rowwise_with_gw_hp")),
@@ -400,6 +402,10 @@ class Fp8Config(Frozen):
     """`hf_dist.fp8.recipe`: "rowwise", "tensorwise" (faster), "rowwise_with_gw_hp" (weight gradients in bf16)."""
     skip: Names = ()
     """`hf_dist.fp8.skip`: layers left alone, beside those that always are: paths, or ends of paths such as "down_proj"."""
+    gathers: Fp8Gathers = "float8"
+    """`hf_dist.fp8.gathers`: where weights rest sharded, those of these layers travel in "float8", or "whole"."""
+    casts: Fp8Casts = "window"
+    """`hf_dist.fp8.casts`: whether weights that stay are cast once per "window" of several microbatches, or for each "use"."""
     emulate: Flag = False
     """`hf_dist.fp8.emulate`: whether products are computed in fp32 on rounded numbers; slow, on any device."""
 

@@ -35,6 +35,7 @@ from hf_dist.engine.report import report_of
 from hf_dist.engine.unprepare import taking_over
 from hf_dist.engine.window import Loop
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.float8.casts import keeps_casts
 from hf_dist.float8.convert import choose_layers, convert
 from hf_dist.float8.linear import plain
 from hf_dist.log import say
@@ -200,7 +201,12 @@ def build_engine(
     if eights is not None:
         eights = convert(eights, config)
     compare_rows(model, mesh, lambda: tensors is not None and tensors.model.is_whole)  # before sequences are split
+    if eights is not None:
+        precision = replace(precision, float8=eights.weights)
     sharded = _shard(model, config, mesh, precision, (cut, tensors), _storage_for(model, config, mesh, optimizer))
+    if eights is not None and keeps_casts(config):
+        for unit in sharded.units:
+            unit.keep_casts()
     cast_in_forwards(model, precision)
     if config.hf_dist.check_load:
         check_load(model, sharded.groups, sources, mesh)

@@ -36,6 +36,11 @@ class Choice:
         cut = [path for path in self.chosen if path not in fits]
         return Choice(fits, {**self.left, "whose slices have such sizes": cut} if cut else self.left)
 
+    @property
+    def weights(self) -> frozenset[str]:
+        """Full names of the layers' weights."""
+        return frozenset(f"{path}.weight" for path in self.chosen)
+
     def rows(self) -> list[str]:
         """Lines for the start-up report."""
         kept = [f"{len(paths)} {reason}" for reason, paths in self.left.items() if paths]

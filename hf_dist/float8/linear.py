@@ -5,6 +5,7 @@ A layer changes its class, so it stays the same module with the same parameters.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hf_dist.float8.casts import Kept, product
 
 __all__ = ["become_float8", "is_float8", "is_linear", "plain"]
 
@@ -44,8 +47,10 @@ def become_float8(layer: nn.Module, recipe: Any) -> None:
     with torch.device("meta"):
         made = linear.Float8Linear(16, 16, bias=False, config=recipe)
     names = {key for key in vars(made) if key not in vars(nn.Linear(1, 1, device="meta"))}
-    _change(layer, linear.Float8Linear if isinstance(layer, nn.Linear) else _transposed(type(layer)))
+    cls: Any = type(layer)
+    _change(layer, _straight() if isinstance(layer, nn.Linear) else _transposed(cls))
     vars(layer).update({key: value for key, value in vars(made).items() if key in names})
+    vars(layer)["kept"] = Kept()
 
 
 def _change(layer: Any, kind: Any) -> None:
@@ -56,23 +61,25 @@ def _torchao() -> Any:
     return importlib.import_module("torchao.float8.float8_linear")
 
 
-_transposed_classes: dict[type, type] = {}
-
-
-def _transposed(cls: type) -> type:
-    if cls not in _transposed_classes:
-        _transposed_classes[cls] = _new_transposed(cls)
-    return _transposed_classes[cls]
-
-
-def _new_transposed(cls: type) -> type:
-    linear = _torchao()
+@functools.cache
+def _straight() -> type:
+    stock = _torchao().Float8Linear
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """torchao's, with the casts of the weight that are kept, if any."""
+        if torch.is_autocast_enabled():
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        out = product(self, x, self.weight.t())
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    return type(stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
+
+
+@functools.cache
+def _transposed(cls: Any) -> type:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """The product with a weight of (in, out), which torchao's function takes as it is."""
-        out: torch.Tensor = linear.matmul_with_hp_or_float8_args.apply(
-            x, self.weight, self.linear_mm_config, self.config
-        )
+        out = product(self, x, self.weight)
         return out + self.bias.to(out.dtype)
 
     return type(f"{_PREFIX}{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})

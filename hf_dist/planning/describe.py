@@ -19,7 +19,7 @@ def kept_units(plan: MemoryPlan) -> str:
     to_backward, window = (len(plan.states.kept(stay)) for stay in (Stay.BACKWARD, Stay.WINDOW))
     return (
         f"{to_backward} of {len(plan.states.units)} units stay gathered from forward to backward, {window} over the window "
-        f"({size_text(plan.states.kept_nbytes)})"
+        f"({size_text(plan.states.kept_units_nbytes)})"
     )
 
 

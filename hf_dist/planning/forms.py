@@ -26,8 +26,9 @@ def _rows(states: States, axes: Axes) -> Iterator[tuple[str, str, Codec | str, s
     kept = any(g.second is not None and g.wires.second for g in (*trained, *frozen))
     second = ", the second copy as well" if kept else ""
     for what, groups in (("weights", trained), ("frozen weights", frozen)):
-        if codec := next((g.wires.weights for g in groups if g.wires.weights is not None), None):
-            yield what, "shard", codec, second
+        if own := next((g.wires for g in groups if g.wires.weights is not None), None):
+            named = f"{what} that multiply in float8" if own.of_products else what
+            yield named, "shard", str(own.weights), second
     if codec := next((g.wires.gradients for g in trained if g.wires.gradients is not None), None):
         hops = f", in two hops: {states.near} ranks of a machine, then machines" if states.near > 1 else ""
         yield "gradients", "shard", codec, hops

@@ -68,6 +68,12 @@ class PlannedUnit:
         return sum(layout.num_shards * codec.nbytes(layout.shard_numel) for layout, codec in found if codec is not None)
 
     @cached_property
+    def kept_encoded(self) -> int:
+        """Bytes of its shard as it is sent, where that is kept from the first gather until the weights change."""
+        found = [(g.layout, g.at_rest.wires.weights) for g in self.groups if g.at_rest.keeps_encoded]
+        return sum(codec.nbytes(layout.shard_numel) for layout, codec in found if codec is not None)
+
+    @cached_property
     def learning(self) -> int:
         """Number of elements with gradients, including padding."""
         return sum(g.layout.numel for g in self.groups if g.trainable)

@@ -13,11 +13,13 @@ from torch import nn
 from hf_dist.config import DistConfig, settled
 from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
 from hf_dist.dist.low_rank import kept_numel
+from hf_dist.float8.casts import keeps_casts, kept_nbytes
+from hf_dist.float8.choice import choose
 from hf_dist.memory.offload.nvme import disk_nbytes
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.memory.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
 from hf_dist.optim.owners import assigned, heaviest_first
-from hf_dist.parallel.experts.spread import expert_slices
+from hf_dist.parallel.experts.spread import expert_counts, expert_slices
 from hf_dist.parallel.local_sgd.outer import num_outer_states
 from hf_dist.planning.mean import Mean
 from hf_dist.planning.optimizer_states import OptimizerStates
@@ -130,6 +132,9 @@ class States:
         """
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
+        if config.hf_dist.fp8.enabled:
+            eights = choose(model, experts=expert_counts(model), skip=config.hf_dist.fp8.skip).of_slices()
+            precision = replace(precision, float8=eights.weights)
         storage = Storage(torch.device("meta"), zero)
         leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)
         units = []
@@ -145,7 +150,8 @@ class States:
         for path, members in unit_members(model, modules).items():
             named = [(n, p) for n, p in members if names is None or n in names]
             groups = []
-            for together in travel_together(named, precision, row, lambda name: name in slices and num_shards == ep):
+            alone = lambda name: name in slices and num_shards == ep  # noqa: E731
+            for together in travel_together(named, precision, row, alone, placements.in_eights(precision)):
                 name, first = together[0]
                 dtype = precision.compute_dtype(name, first.dtype)
                 apart = ep if name in slices else 1
@@ -346,8 +352,24 @@ class States:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of units kept gathered beyond their use; all of them are in memory at the end of a forward."""
+        """Bytes of units kept gathered beyond their use, of encoded shards kept to be sent again, and of weights cast once for
+        a window; all of them are in memory at the end of a forward."""
+        return self.kept_units_nbytes + sum(u.kept_encoded for u in self.units) + self.casts_nbytes
+
+    @property
+    def kept_units_nbytes(self) -> int:
+        """Bytes of units kept gathered beyond their use."""
         return sum(u.nbytes for stay in (Stay.BACKWARD, Stay.WINDOW) for u in self.kept(stay))
+
+    @property
+    def casts_nbytes(self) -> int:
+        """Bytes of weights in eight bits, where a window of several microbatches keeps them."""
+        if not keeps_casts(self.config):
+            return 0
+        whole = self.placements.params is not Placement.SHARD
+        stays = [u for u in self.units[1:] if whole or self.stay(u) is Stay.WINDOW]
+        slots = [s for u in stays for g in u.groups for s in g.layout.slots if s.name in self.precision.float8]
+        return sum(kept_nbytes(slot.shape, self.config.hf_dist.fp8.recipe) for slot in slots)
 
     @cached_property
     def shards(self) -> int:

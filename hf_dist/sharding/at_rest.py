@@ -59,6 +59,12 @@ class GroupAtRest:
     """In which codecs its messages travel."""
 
     @property
+    def keeps_encoded(self) -> bool:
+        """Whether the shard is kept as it is sent until the weights change: cast once for all gathers of a window. Not where it
+        rests on the host, which is to save memory here."""
+        return self.wires.of_products and (self.shard is None or self.shard.tier is Tier.DEVICE)
+
+    @property
     def is_cut(self) -> bool:
         """Whether the masters are a piece of a shard, which other copies hold the rest of."""
         return self.interval != self.gathered
@@ -108,6 +114,7 @@ def plan_at_rest(
         gathers=several and (rests_sharded or (trainable and sharded)),
         reduces=several,
         usual=is_usual(dtype, precision.compute),
+        multiplied=layout.slots[0].name in precision.float8,
     )
     second = None
     if rests_sharded and 1 < placements.second < layout.num_shards:

@@ -233,12 +233,22 @@ class FlatGroup:
 
     def unshard(self) -> None:
         """Start to fill `full` with the current weights, unless it already holds them. Collective over `axes.shard`."""
+        read = self.pins > 0  # by user code, not by the products alone
         # Also inside `gathered`, or at a second use in one pass: the elements are there.
         if self.full.is_current:
-            return
+            if not (read and self.rest.as_products):
+                return
+            self._drop_rounded()
         with as_stored():
-            self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard))
+            self.full.gather(functools.partial(self.rest.fill, self.full.values, self.axes.shard, whole=read))
         self.full.version = self.rest.version
+
+    def _drop_rounded(self) -> None:
+        """Inside a pass, user code wants the weights that the products have rounded. Local."""
+        with as_stored():
+            self.full.drain()
+            self.take_writes()
+            self.full.outdate()
 
     def wait_unshard(self) -> None:
         """Wait for the gather. Afterwards the parameters can be read. Local."""
@@ -325,7 +335,7 @@ class FlatGroup:
             raise ModelError("weights were changed inside `with hf_dist.gathered(...)`: leave the block before a step")
         if not self.is_replicated:
             self.full.writes.stop()  # what user code wrote was taken before the step
-            self.rest.forget_second()  # on all ranks alike, even on a rank that stepped no element
+            self.rest.forget_copies()  # on all ranks alike, even on a rank that stepped no element
             self.full.free()
             self.rest.spread()
             return
@@ -415,6 +425,7 @@ class FlatGroup:
             if self.at_rest.separate or state is not self.rest.shard:  # else the state is a part of `full`
                 held[state.tier] += state.nbytes
         held[Tier.DEVICE] += self.rest.second.nbytes if self.rest.second is not None else 0
+        held[Tier.DEVICE] += self.rest.encoded_nbytes
         held[Tier.DEVICE] += sum(wire.resident_nbytes for wire in self.messages.values())
         held[Tier.HOST] += self.gradient.host_nbytes + (self.awaiting.host_nbytes if self.awaiting else 0)
         return held

@@ -210,6 +210,7 @@ class Passes:
         else:
             unit.unshard()
             unit.wait_unshard()
+        unit.renew_casts()
         return self._watch_inputs(unit, args, kwargs)
 
     def _regather(self, unit: ShardUnit) -> None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 
 from hf_dist.config import DistConfig
-from hf_dist.sharding.wires import NOTHING_ENCODED, Wires, wires_for
+from hf_dist.sharding.precision import Precision
+from hf_dist.sharding.wires import NOTHING_ENCODED, Wires, codec_of_products, wires_for
 
 
 class Placement(Enum):
@@ -63,6 +64,10 @@ class StatePlacements:
     wires: Wires = NOTHING_ENCODED
     """In which codec each kind of message travels."""
 
+    def in_eights(self, precision: Precision) -> frozenset[str]:
+        """Names of the weights that travel in float8, because they multiply in it."""
+        return precision.float8 if self.wires.products is not None else frozenset()
+
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
@@ -89,7 +94,8 @@ def placements_for(config: DistConfig) -> StatePlacements:
     over_copies = ZERO_STAGES[OVER_COPIES[config.hf_dist.optimizer_over]]
     placements = replace(ZERO_STAGES[zero.stage], copies=over_copies.optim, wires=wires_for(config))
     if placements.params is Placement.SHARD:
-        placements = replace(placements, second=zero.zero_hpz_partition_size)
+        wires = replace(placements.wires, products=codec_of_products(config))
+        placements = replace(placements, second=zero.zero_hpz_partition_size, wires=wires)
     if config.pipeline.stages > 1 and not config.pipeline.reshard_per_microbatch:
         return once_per_window(placements)
     if config.hf_dist.reduce_once_per_window:

@@ -42,6 +42,8 @@ class Precision:
     """Full names of parameters and buffers that the model's author wants in fp32 whatever the compute dtype."""
     keeps_bits: bool = False
     """Whether frozen weights keep the bits that `compute` has no room for, because they are saved with those that train."""
+    float8: frozenset[str] = frozenset()
+    """Full names of weights that multiply in float8, which rounds them for each product."""
     as_loaded: frozenset[str] = frozenset()
     """Full names of frozen parameters that keep their loaded dtype: packed 4-bit weights, a half-precision base."""
 

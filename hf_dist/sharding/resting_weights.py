@@ -43,6 +43,11 @@ class RestingWeights:
         self.version = 0
         """How often the weights have changed."""
         self._shard_version = 0
+        self._delivered = None if plan.wires.of_products else plan.wires.weights
+        """The codec in which the full weights of now have arrived."""
+        self._encoded: torch.Tensor | None = None
+        """Memory for the shard as it is sent, if that is kept until the weights change."""
+        self._is_encoded = False
         self._outer = outer
         self._spreading: collectives.Handle | None = None
 
@@ -57,6 +62,16 @@ class RestingWeights:
         """Whether the masters are a part of the full weights, so that a write into these is one into the masters."""
         return not self.plan.separate and self.master is self.shard
 
+    @property
+    def as_products(self) -> bool:
+        """Whether the full weights have arrived as products in float8 round them."""
+        return self.plan.wires.of_products and self._delivered is not None
+
+    @property
+    def encoded_nbytes(self) -> int:
+        """Bytes of the shard as it is sent, from the first gather until the weights change."""
+        return 0 if self._encoded is None else self._encoded.numel()
+
     # ------------------------------------------------------------------ changes
 
     def changed(self) -> None:
@@ -64,11 +79,12 @@ class RestingWeights:
         self.version += 1
         if self.shard is self.master:  # there is no copy that could lag behind
             self._shard_version = self.version
-        self.forget_second()
+        self.forget_copies()
 
     def count_change(self) -> None:
         """Note a change of the weights that `master` has, or gets later. Local."""
         self.version, self._shard_version = self.version + 1, self._shard_version + 1
+        self._encoded, self._is_encoded = None, False
 
     @torch.no_grad()
     def adopt(self, full: torch.Tensor) -> None:
@@ -84,8 +100,8 @@ class RestingWeights:
             self._shard_version = self.version
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What the gathers deliver of `values` (1-D, whole blocks, in the dtype of use). Local."""
-        codec = self.plan.wires.weights
+        """What the last gather delivered of `values` (1-D, whole blocks, in the dtype of use). Local."""
+        codec = self._delivered
         return values if codec is None else codec.rounded(values)
 
     def _spread_of(self, values: torch.Tensor) -> torch.Tensor:
@@ -148,15 +164,21 @@ class RestingWeights:
         if self.second is None or not self.second.holds:
             self.shard.fetch()
 
-    def fill(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
-        """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours."""
-        if self.second is not None and self.second.holds:
+    def fill(self, full: torch.Tensor, axis: MeshAxis, *, whole: bool = False) -> collectives.Handle:
+        """Start to fill `full` (1D, the whole group) from all ranks' parts. Collective over `axis`, or the neighbours.
+
+        `whole`: not in the rounding of products.
+        """
+        self._delivered = None if whole and self.plan.wires.of_products else self.plan.wires.weights
+        if self.second is not None and self.second.holds and self._delivered is self.plan.wires.weights:
             return self.second.gather(full, axis.size)
-        codec, wire = self.plan.wires.weights, None
+        codec, wire = self._delivered, None
         if codec is not None:
             # Here, not beside: the computation's stream reads it at the end, and its memory then goes back to that stream.
             nbytes = codec.nbytes(self.plan.gathered[1] - self.plan.gathered[0])
             wire = torch.empty(axis.size, nbytes, dtype=torch.uint8, device=full.device)
+            if self.plan.keeps_encoded and self._encoded is None:
+                self._encoded = torch.empty_like(wire[0])
         if self._spreading is None:
             return self._fill(full, axis, wire)
         # The next unit's pieces may still be on their way, which this unit's computation must not wait for.
@@ -167,8 +189,8 @@ class RestingWeights:
         return collectives.Handle([gather, *arrival, spreading])  # whose memory is of the computation's stream as well
 
     def _fill(self, full: torch.Tensor, axis: MeshAxis, wire: torch.Tensor | None) -> collectives.Handle:
-        if wire is not None and self.plan.wires.weights is not None:
-            return self._fill_encoded(full, axis, wire, self.plan.wires.weights)
+        if wire is not None and self._delivered is not None:
+            return self._fill_encoded(full, axis, wire, self._delivered)
         if not self.plan.separate:
             return self._all_gather(full, axis)  # in place: this rank's part rests inside of `full`
         start, stop = self.plan.gathered
@@ -182,10 +204,15 @@ class RestingWeights:
 
     def _fill_encoded(self, full: torch.Tensor, axis: MeshAxis, wire: torch.Tensor, codec: Codec) -> collectives.Handle:
         assert self.plan.separate, "masters that are a part of the full weights would be rounded"
-        values = self.shard.get()
+        own = wire[axis.rank]
+        values = self._encoded if self._is_encoded and self._encoded is not None else self.shard.get()
         with self.storage.link.beside(values) as arrival:
-            own = values.to(device=full.device, dtype=full.dtype, non_blocking=True)
-            codec.encode(own.view(1, -1), wire[axis.rank : axis.rank + 1])
+            if self._is_encoded:
+                own.copy_(values)
+            else:
+                weights = values.to(device=full.device, dtype=full.dtype, non_blocking=True)
+                codec.encode(weights.view(1, -1), own.view(1, -1))
+                self._keep_encoded(own)
             gather = collectives.all_gather(axis, wire.view(-1))
         self.shard.release(after=arrival)
 
@@ -195,6 +222,11 @@ class RestingWeights:
                 self.second.arrived(wire.view(-1))
 
         return collectives.Handle([gather, *arrival], finish)
+
+    def _keep_encoded(self, own: torch.Tensor) -> None:
+        if self._encoded is not None:
+            self._encoded.copy_(own)
+            self._is_encoded = True
 
     def _all_gather(self, full: torch.Tensor, axis: MeshAxis) -> collectives.Handle:
         if self.plan.gathered == (0, full.numel()):  # one rank, or a group that is not divided: no collective at all
@@ -206,8 +238,9 @@ class RestingWeights:
         if self.second is not None:
             self.second.keep(full)
 
-    def forget_second(self) -> None:
+    def forget_copies(self) -> None:
         """The next gather reads the shards. At the same moments on all ranks. Local."""
+        self._encoded, self._is_encoded = None, False
         if self.second is not None:
             self.second.forget()
 

@@ -210,6 +210,8 @@ class ShardedModel:
         Collective over the shard axes at stages 1 and 2. Each unit waits for its own gather just before it is read.
         """
         check_still_frozen(g for g in self.groups if not g.trainable)
+        for unit in self.units:
+            unit.release_casts()
         for group in self.groups:
             group.write_back()
         self.storage.link.wait_device()

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from hf_dist.dist.ranges import named
+from hf_dist.float8.casts import UnitCasts
+from hf_dist.float8.linear import is_float8
 from hf_dist.sharding.group import FlatGroup
 from hf_dist.sharding.placement import Stay
 
@@ -45,6 +47,9 @@ class ShardUnit:
     """Whether all gradients of this backward have arrived."""
     idle: bool = False
     """Whether this backward's gradients need no action: they accumulate in `.grad` until a later backward; weights stay."""
+
+    casts: UnitCasts | None = None
+    """Its weights in eight bits, where several microbatches read the same ones."""
 
     def __post_init__(self) -> None:
         self.numel = sum(g.layout.numel for g in self.groups)
@@ -95,6 +100,30 @@ class ShardUnit:
         with named(f"wait for the weights of {self.words}"):
             for group in self.groups:
                 group.wait_unshard()
+
+    def keep_casts(self) -> None:
+        """From now on, cast weights that multiply in float8 once for as long as they stay in memory unchanged. Local."""
+        layers = [m for module in self.modules for m in module.modules() if is_float8(m)]
+        read = {id(layer.weight) for layer in layers}
+        groups = [g for g in self.groups if any(id(p) in read for p in g.params)]
+
+        def versions() -> tuple[int, ...] | None:
+            stays = self.stay is Stay.WINDOW or all(g.is_replicated for g in groups)
+            written = any(g.full.writes.happened for g in groups)  # the masters' version counts that in the step only
+            return tuple(g.full.version for g in groups) if stays and not written else None
+
+        if layers:
+            self.casts = UnitCasts(layers, versions)
+
+    def renew_casts(self) -> None:
+        """Before a forward, with readable weights. Local."""
+        if self.casts is not None:
+            self.casts.renew()
+
+    def release_casts(self) -> None:
+        """After the weights have changed, so that no second copy of them stays. Local."""
+        if self.casts is not None:
+            self.casts.release()
 
     def reshard(self) -> None:
         """Free full weights that rest sharded. Local."""

@@ -104,7 +104,9 @@ def build_units(
             continue
         groups = [
             FlatGroup(g, placements, mesh, precision, storage, axes(g[0][0]), sliced)
-            for g in travel_together(named, precision, axes, lambda name: axes(name).is_alone)
+            for g in travel_together(
+                named, precision, axes, lambda name: axes(name).is_alone, placements.in_eights(precision)
+            )
         ]
         used_by = [modules[path]] if path else _direct_owners(model, {p for _, p in named})
         units.append(ShardUnit(len(units), path, used_by, groups, not path, placements.stay))
@@ -151,13 +153,14 @@ def travel_together(
     precision: Precision,
     axes: Callable[[str], object],
     alone: Callable[[str], bool],
+    apart: Container[str] = (),
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Split the parameters of one unit into groups. `axes`: returns the same object for parameters that may share a group;
-    `alone`: whether a parameter shares with none."""
-    groups: dict[tuple[torch.dtype, bool, object], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    `alone`: whether a parameter shares with none; `apart`: names of those that share with one another only."""
+    groups: dict[tuple[torch.dtype, bool, object, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in named:
         shares = name if alone(name) else id(axes(name))
-        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, shares].append((name, p))
+        groups[precision.compute_dtype(name, p.dtype), p.requires_grad, shares, name in apart].append((name, p))
     return list(groups.values())
 
 

@@ -21,9 +21,9 @@ from hf_dist.config.one_bit_refusals import sends_momentum
 from hf_dist.dist.axes import Axes
 from hf_dist.dist.low_rank import LowRank
 from hf_dist.sharding.layout import ALIGNMENT
-from hf_dist.tensors.codecs import Codec, Signs, codec_of
+from hf_dist.tensors.codecs import Codec, Float8Products, Signs, codec_of
 
-__all__ = ["NOTHING_ENCODED", "WHOLE", "GroupWires", "Wires", "is_usual", "wires_for"]
+__all__ = ["NOTHING_ENCODED", "WHOLE", "GroupWires", "Wires", "codec_of_products", "is_usual", "wires_for"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class GroupWires:
     momentum: Codec | None = None
     second: bool = False
     """Whether a second copy of the weights is kept as it arrived, encoded."""
+    of_products: bool = False
+    """Whether `weights` rounds as the products that read them do. Then passes compute what they would without it, whoever else
+    reads the weights (`gathered`) gets them whole, and the encoded shard is kept until the weights change."""
     low_rank: LowRank | None = None
     """Gradients that travel in factors (PowerSGD), in place of a codec."""
 
@@ -47,6 +50,8 @@ class Wires:
     weights: Codec | None = None
     frozen: Codec | None = None
     """Of gathers of weights that are not trained."""
+    products: Codec | None = None
+    """Of gathers of weights that multiply in float8, unless `weights` or `frozen` says otherwise."""
     gradients: Codec | None = None
     copies: Codec | None = None
     meetings: Codec | None = None
@@ -69,7 +74,15 @@ class Wires:
     @property
     def alignment(self) -> int:
         """Multiple of elements at which parameters and shards begin, so that no block has elements of two."""
-        of_groups = (self.weights, self.frozen, self.gradients, self.copies, self.meetings, self.momentum)
+        of_groups = (
+            self.weights,
+            self.frozen,
+            self.products,
+            self.gradients,
+            self.copies,
+            self.meetings,
+            self.momentum,
+        )
         return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])
 
     def near(self, axes: Axes, ranks_per_machine: int) -> int:
@@ -81,19 +94,26 @@ class Wires:
         size = self.machine or axes.adjacent("shard", [rank // ranks_per_machine for rank in range(axes.world)])
         return size if 1 < size < shards and shards % size == 0 else 1
 
-    def of_group(self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool) -> GroupWires:
+    def of_group(
+        self, *, trainable: bool, gathers: bool, reduces: bool, usual: bool, multiplied: bool = False
+    ) -> GroupWires:
         """What holds for one group. `gathers`: several ranks gather its weights; `reduces`: several ranks reduce its gradient;
-        `usual`: it computes in the dtype of the run, not in one that the model's author asks for, or packed."""
+        `usual`: it computes in the dtype of the run, not in one that the model's author asks for, or packed;
+        `multiplied`: its weights multiply in float8."""
         momentum = self.momentum if trainable and reduces else None  # in fp32, whatever the weights' dtype of use
         if not usual:
             return GroupWires(momentum=momentum)
         gathered = (self.weights if trainable else self.frozen) if gathers else None
+        of_products = multiplied and gathers and gathered is None and self.products is not None
+        if of_products:
+            gathered = self.products
         return GroupWires(
             weights=gathered,
             gradients=self.gradients if trainable and reduces else None,
             copies=self.copies if trainable else None,
             momentum=momentum,
             second=self.second and gathered is not None,
+            of_products=of_products,
             low_rank=self.low_rank if trainable and reduces else None,
         )
 
@@ -135,6 +155,12 @@ def wires_for(config: DistConfig) -> Wires:
         feedback=own.error_feedback,
         machine=own.machine if isinstance(own.machine, int) else 0,
     )
+
+
+def codec_of_products(config: DistConfig) -> Codec | None:
+    """The codec of weights that multiply in float8; None if none do, or if the config wants them to travel whole."""
+    fp8 = config.hf_dist.fp8
+    return Float8Products(config.hf_dist.wires.block) if fp8.enabled and fp8.gathers == "float8" else None
 
 
 def is_usual(dtype: torch.dtype, compute: torch.dtype) -> bool:

@@ -79,7 +79,7 @@ OURS = {
             "roles",
             *("profile", "profile.steps", "profile.ranks", "profile.output_path"),
             "fp8",
-            *(f"fp8.{key}" for key in ("enabled", "recipe", "skip", "emulate")),
+            *(f"fp8.{key}" for key in ("enabled", "recipe", "skip", "gathers", "casts", "emulate")),
             "wires",
             *(f"wires.{key}" for key in ("weights", "frozen_weights", "second_copy", "gradients", "copies")),
             *(f"wires.{key}" for key in ("meetings", "stages", "block", "error_feedback", "machine", "powersgd")),

@@ -10,7 +10,7 @@ import torch
 
 from tests import needs
 from tests.attempts import attempts
-from tests.covering import PAIRS, cells
+from tests.covering import FULL_GRID, PAIRS, Cell, cells
 from tests.float8.training import Case, alone, on_rank
 from tests.harness import run_ranks
 
@@ -18,6 +18,35 @@ needs.package("torchao", "it multiplies in float8")
 
 RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
 BOTH = (False, True)
+
+
+def _mixed() -> list[Case]:
+    """Every pair of settings of all axes, on four ranks."""
+    axes = {
+        "tp": (1, 2),
+        "pp": (1, 2),
+        "cp": (1, 2),
+        "ep": (1, 2),
+        "stage": (0, 1, 2, 3),
+        "shards": (0, 2),
+        "recipe": RECIPES,
+        "accumulation": (1, 2),
+        "checkpointing": BOTH,
+        "lora": BOTH,
+        "tied": BOTH,
+        "second": (1, 2),
+    }
+
+    def allowed(cell: Cell) -> bool:
+        split = cell["tp"] * cell["pp"] * cell["cp"]
+        shards = 4 // (cell["tp"] * cell["pp"])  # parts of sequences are shards as well
+        spread = cell["ep"] == 1 or (cell["cp"] == 1 and 4 // split >= 2 and not (cell["lora"] or cell["tied"]))
+        copies = not cell["shards"] or (shards == 4 and cell["cp"] == 1 and cell["stage"] > 0)
+        second = cell["second"] == 1 or (cell["stage"] == 3 and shards == 4 and not cell["shards"])
+        return split <= 4 and spread and copies and second and (cell["pp"] == 1 or cell["accumulation"] == 2)
+
+    found = cells(axes, 2, allowed=allowed, full=False) if FULL_GRID else []
+    return [Case(**cell, world=4, bf16=False, family="qwen3_moe" if cell["ep"] > 1 else "llama") for cell in found]
 
 
 def _cases() -> list[Case]:
@@ -45,6 +74,7 @@ def _cases() -> list[Case]:
         Case(world=4, pp=2, cp=2, stage=0, **split),
         Case(world=4, shards=2, stage=3, recipe="rowwise_with_gw_hp", **split),
         Case(family="qwen3_moe", ep=2, bf16=False),
+        *_mixed(),
     ]
 
 

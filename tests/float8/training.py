@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +27,8 @@ class Case(reference.Case):
     compiled: bool = False
     bf16: bool = True
     steps: int = 3
+    in_bf16: tuple[int, ...] = ()
+    """Steps without float8, of a job that is resumed with another config."""
 
     @property
     def data(self) -> int:
@@ -75,8 +80,20 @@ def alone(case: Case) -> dict[str, Any]:
     found += _convert_transposed(model, config)
     one = reference.Reference(model, replace(case, world=case.data, shards=0), training.optimizer_of)
     for step in range(case.steps):
-        one.step(batches_of(case, step))
+        with nullcontext() if step not in case.in_bf16 else _unconverted(model):
+            one.step(batches_of(case, step))
     return {"losses": one.losses, "norms": one.norms, "weights": dict(one.masters), "chosen": found}
+
+
+@contextmanager
+def _unconverted(model: nn.Module) -> Iterator[None]:
+    """Inside, torchao's layers multiply as torch's."""
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__ == "Float8Linear"]
+    for layer in layers:
+        layer.forward = functools.partial(nn.Linear.forward, layer)
+    yield
+    for layer in layers:
+        del layer.forward
 
 
 def _convert_transposed(model: nn.Module, config: Any) -> list[str]:
@@ -99,14 +116,8 @@ def batches_of(case: Case, step: int) -> list[list[reference.Batch]]:
     return training.batches_of(replace(case, world=case.data), step)
 
 
-def on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
-    """The engine."""
-    import hf_dist
-    from hf_dist.hf.state_dict import full_state_dict
-
-    model = model_of(case)
-    before = {n: (id(p), tuple(p.shape)) for n, p in model.named_parameters()}
-    kinds = {n: id(m) for n, m in model.named_modules()}
+def config_of(case: Case) -> dict[str, Any]:
+    """The file of a case."""
     config = training.config_of(case)
     config["hf_dist"]["fp8"] = {"enabled": True, "recipe": case.recipe, "emulate": True}
     if case.tp > 1:
@@ -119,6 +130,18 @@ def on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
         config["expert_parallel"] = {"enabled": True, "autoep_size": case.ep}
     if case.compiled:
         config["compile"] = {"enabled": True, "backend": "aot_eager"}
+    return config
+
+
+def on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """The engine."""
+    import hf_dist
+    from hf_dist.hf.state_dict import full_state_dict
+
+    model = model_of(case)
+    before = {n: (id(p), tuple(p.shape)) for n, p in model.named_parameters()}
+    kinds = {n: id(m) for n, m in model.named_modules()}
+    config = config_of(case)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = hf_dist.initialize(model, config=config, optimizer=training.optimizer_of(trained))
     assert case.tp * case.pp * case.ep > 1 or before == {

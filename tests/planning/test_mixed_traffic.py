@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_dist.format_bytes import size_text
+from tests import needs
 from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.parallel.tensor.on_ranks import LENGTH, ROWS, llama, mixture
@@ -164,6 +165,28 @@ CASES |= some_of(
     *("z0-hops-encoded", "hpz-hops-encoded", "copies-encoded", "copies-over-encoded", "tp2-ep2-z3-encoded"),
     *("pp2-z3-every-microbatch-encoded", "z0-signs", "z0-factors", "replicas-encoded"),
 )
+FP8: dict[str, Any] = {"fp8": {"enabled": True, "emulate": True}}
+FLOAT8: dict[str, dict[str, Any]] = {
+    "z3-fp8": {"zero_optimization": {"stage": 3}, "hf_dist": FP8},
+    "hpz-fp8": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "hf_dist": FP8},
+    "copies-over-fp8": {
+        "zero_optimization": {"stage": 3, "mics_shard_size": 2},
+        "hf_dist": {"optimizer_over": "all", **FP8},
+    },
+    "tp2-ep2-z3-fp8": {
+        "tensor_parallel": {"autotp_size": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "zero_optimization": {"stage": 3},
+        "hf_dist": FP8,
+    },
+    "pp2-z3-every-microbatch-fp8": {
+        "pipeline": {"partition_method": "uniform", "stages": 2, "reshard_per_microbatch": True},
+        "zero_optimization": {"stage": 3},
+        "hf_dist": FP8,
+    },
+}
+"""Gathers that carry what products in float8 round to."""
+CASES |= some_of(FLOAT8, "hpz-fp8", "pp2-z3-every-microbatch-fp8") if needs.has("torchao") else {}
 SEQ = LENGTH + 1
 OF_WEIGHTS = ("shard", "edp", "dp_replicate", "cp_replicate", "neighbours", "machine on shard", "machines on shard")
 AXES = (*OF_WEIGHTS, "tp", "cp", "pp")
@@ -273,7 +296,7 @@ def test_the_start_up_report_says_which_links_carry_the_bytes(case: str) -> None
         crossed = [axis for axis in ("pp", "cp", "tp", "ep") if f"{axis}2" in case or f"{axis}4" in case]
         assert (f"and activations along {', '.join(crossed)}: " in report) == bool(crossed)
         forms = [line.split("encoded: ")[1] for line in report.splitlines() if "encoded: " in line]
-        assert bool(forms) == (case in ENCODED)
+        assert bool(forms) == (case in {**ENCODED, **FLOAT8})
         if "over-encoded" in case:
             assert "gradients and weights along dp_replicate: fp8_e4m3 in blocks of 64" in forms
         if "hops" in case:
