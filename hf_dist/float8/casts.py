@@ -8,7 +8,6 @@ of the layer's unit, so compiled blocks get them as inputs. They take 1 byte an 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -56,6 +55,8 @@ class UnitCasts:
             return
         self.release()
         if versions is not None and torch.is_grad_enabled():  # an evaluation reads each weight once
+            if not _given:
+                _given.append(_make_given())
             with torch.no_grad():
                 for layer in self._layers:
                     layer.kept.forward, layer.kept.backward = _casts(layer)
@@ -124,9 +125,12 @@ def _casts(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return first, first if one else cast(backward, -1)
 
 
-@functools.cache
-def _given() -> Any:
-    """torchao's product, given the casts of the weight. Made when it is needed: torch's compiler is long to import."""
+_given: list[Any] = []
+"""torchao's product, given the casts of the weight. Made with the first cast: torch's compiler is long to import, and what it
+traces must find it made."""
+
+
+def _make_given() -> Any:
 
     class Given(torch.autograd.Function):
         @staticmethod
@@ -159,5 +163,5 @@ def product(layer: Any, x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor
     if kept.forward is None:
         cast_here: torch.Tensor = _torchao().apply(x, weight_t, layer.linear_mm_config, layer.config)
         return cast_here
-    made: torch.Tensor = _given().apply(x, weight_t, kept.forward, kept.backward, layer.linear_mm_config, layer.config)
+    made: torch.Tensor = _given[0].apply(x, weight_t, kept.forward, kept.backward, layer.linear_mm_config, layer.config)
     return made

@@ -11,6 +11,7 @@ import torch
 
 from hf_dist.planning.state_bytes import States
 from tests import needs
+from tests.covering import FULL_GRID
 from tests.float8.training import Case, batches_of, config_of, model_of
 from tests.harness import run_ranks
 from tests.sharding.wires.training import optimizer_of
@@ -23,7 +24,7 @@ CASES = [
     replace(CASE, stage=2, checkpointing=True),
     replace(CASE, stage=1, recipe="rowwise_with_gw_hp", lora=True),
     replace(CASE, stage=1, family="gpt2"),
-    replace(CASE, stage=2, compiled=True),
+    *([replace(CASE, stage=2, compiled=True)] if FULL_GRID else []),  # `test_parity.py` has one
 ]
 LABELS = ["-".join(f"{k} {v}" for k, v in vars(case).items() if v != getattr(CASE, k)) for case in CASES]
 

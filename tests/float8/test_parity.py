@@ -42,7 +42,7 @@ def _mixed() -> list[Case]:
         shards = 4 // (cell["tp"] * cell["pp"])  # parts of sequences are shards as well
         spread = cell["ep"] == 1 or (cell["cp"] == 1 and 4 // split >= 2 and not (cell["lora"] or cell["tied"]))
         copies = not cell["shards"] or (shards == 4 and cell["cp"] == 1 and cell["stage"] > 0)
-        second = cell["second"] == 1 or (cell["stage"] == 3 and shards == 4 and not cell["shards"])
+        second = cell["second"] == 1 or (cell["stage"] == 3 and shards == 4 and not cell["shards"] and cell["ep"] == 1)
         return split <= 4 and spread and copies and second and (cell["pp"] == 1 or cell["accumulation"] == 2)
 
     found = cells(axes, 2, allowed=allowed, full=False) if FULL_GRID else []
@@ -69,7 +69,7 @@ def _cases() -> list[Case]:
         Case(tp=2, **split),
         Case(cp=2, recipe="tensorwise", **split),
         Case(pp=2, stage=1, **split),
-        Case(compiled=True, stage=2, world=1, steps=1),
+        Case(compiled=True, stage=2, world=1, steps=2, accumulation=2),
         Case(world=4, tp=2, stage=3, recipe="tensorwise", **split),
         Case(world=4, pp=2, cp=2, stage=0, **split),
         Case(world=4, shards=2, stage=3, recipe="rowwise_with_gw_hp", **split),
@@ -105,11 +105,13 @@ def test_ranks_equal_one_process_under_torchao(case: Case, on_ranks: dict[Case, 
     assert not any(isinstance(rank, str) for rank in ranks), ranks
     wanted, data = alone(case), {rank["data"]: rank for rank in ranks}
     assert case.pp > 1 or set(ranks[0]["chosen"]) == set(wanted["chosen"])
-    # Experts get tokens in another order, so their sums round otherwise, and eight bits round that to other numbers.
-    tolerance = 5e-3 if case.ep > 1 else 1e-5
+    # Slices, parts of sequences and spread experts add up in another order. Where a number is then on the other side of a
+    # border between two of eight bits, it changes by a sixteenth. So their first loss is compared to 1e-5, and what follows
+    # to a unit of bf16.
+    tolerance = 2**-7 if case.tp * case.cp * case.ep > 1 else 1e-5
     for step in range(case.steps):
         loss = sum(rank["losses"][step] for rank in data.values()) / case.data
-        assert loss == pytest.approx(wanted["losses"][step], rel=tolerance)
+        assert loss == pytest.approx(wanted["losses"][step], rel=tolerance if step else 1e-5)
         assert ranks[0]["norms"][step] == pytest.approx(wanted["norms"][step], rel=tolerance)
     for name, value in wanted["weights"].items():
         if name in ranks[0]["weights"] and (not case.lora or "lora_" in name):

@@ -38,14 +38,19 @@ class Case(reference.Case):
 
 def model_of(case: Case) -> Any:
     """A Llama whose slices have sizes that cuBLAS takes; other families as elsewhere."""
-    if case.family != "llama":
+    if case.family not in ("llama", "qwen3_moe"):
         return training.model_of(case)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB, tie_word_embeddings=case.tied, use_cache=False)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": VOCAB}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
+    sizes["tie_word_embeddings"] = case.tied
+    experts = {"num_experts": 8, "moe_intermediate_size": 32, "experts_implementation": "eager"}
+    model: Any = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+        if case.family == "qwen3_moe"
+        else LlamaForCausalLM(LlamaConfig(**sizes))
     )
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
