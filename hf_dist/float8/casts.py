@@ -24,18 +24,12 @@ __all__ = ["Kept", "UnitCasts", "keeps_casts", "kept_nbytes", "product"]
 
 @dataclasses.dataclass(eq=False)
 class Kept:
-    """The casts of one layer's weight. A copy of the layer has none, since nothing would renew them."""
+    """The casts of one layer's weight. Copies of a prepared model have stock layers, without them (`sharding/pickled.py`)."""
 
     forward: torch.Tensor | None = None
     """torchao's tensor of (in, out), for the product of the forward; None: the layer casts."""
     backward: torch.Tensor | None = None
     """For the gradient of the input; the same object where one scale serves both."""
-
-    def __deepcopy__(self, memo: object) -> Kept:
-        return Kept()
-
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
 
 
 class UnitCasts:

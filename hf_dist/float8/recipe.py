@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
 from typing import Any
 
 import torch
@@ -34,23 +33,13 @@ def recipe_of(config: DistConfig) -> Any:
     """torchao's `Float8LinearConfig` of the section. Local. Raises `ConfigError` if torchao is not installed."""
     section = config.hf_dist.fp8
     try:
-        float8: Any = _quietly("torchao.float8")
+        float8: Any = importlib.import_module("torchao.float8")
     except ImportError as error:
         found = f"torchao cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(Problem(f"{SECTION}.enabled", "true", found, EXTRA)) from error
     recipe = float8.Float8LinearConfig.from_recipe_name(section.recipe)
     # Powers of two change no digit: parts of a tensor, each with a scale of its own, come out as the whole does.
     return dataclasses.replace(recipe, emulate=section.emulate, round_scales_to_power_of_2=True)
-
-
-def _quietly(name: str) -> Any:
-    """Import torchao without its warnings, once a rank, about kernels for inference that this machine has not."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        return importlib.import_module(name)
-    finally:
-        logging.disable(before)
 
 
 def refuse_hardware(config: DistConfig, device: torch.device) -> None:

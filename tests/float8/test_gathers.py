@@ -98,6 +98,7 @@ def kept_bytes(rank: int, world: int) -> dict[str, Any]:
         with comm_counter.record() as log:
             batch = batches_of(CASE, 0)[rank][0]
             loss = engine(**batch).loss
+        found[f"{gathers} cast"] = sum(u.casts.nbytes for u in engine.sharded.units if u.casts is not None)
         sizes = {"float8": 0, "kept": 0, "messages": 0}
         for group in engine.sharded.groups:
             wires, shard = group.at_rest.wires, group.layout.shard_numel
@@ -145,6 +146,7 @@ def test_numbers_are_those_of_whole_gathers_and_bytes_are_those_of_the_formula(b
             kept, encoded = rank[f"{gathers} kept"]
             assert kept == encoded
             assert rank[f"{gathers} after a step"] == 0
+            assert rank[f"{gathers} cast"] == 0  # weights are there for one use only
         share, wanted = rank["float8 share"]
         assert share == wanted > 0 and rank["whole share"][0] == 0
         assert rank["float8 sent"][0] < 0.75 * rank["whole sent"][0]

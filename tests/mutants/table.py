@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_ends, of_messages, of_parallelism, of_sharding, of_steps, of_storage
+from tests.mutants import of_ends, of_messages, of_parallelism, of_products, of_sharding, of_steps, of_storage
 from tests.mutants.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
@@ -12,4 +12,5 @@ MUTANTS: list[Mutant] = [
     *of_storage.MUTANTS,
     *of_ends.MUTANTS,
     *of_messages.MUTANTS,
+    *of_products.MUTANTS,
 ]

@@ -1,0 +1,79 @@
+"""Faults in products of eight bits: which layers, their weights' gathers and casts."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        "scales of products depend on the largest element's digits",
+        "float8/recipe.py",
+        "round_scales_to_power_of_2=True",
+        'round_scales_to_power_of_2=section.recipe != "tensorwise"',
+        ("float8/test_parity.py",),
+    ),
+    Mutant(
+        "weights that multiply in float8 travel with scales that change their digits",
+        "tensors/codecs/float8.py",
+        "torch.where(stays, bits, exponent + _NEXT)",
+        "torch.where(stays, bits, bits)",
+        ("float8/test_gathers.py::test_what_arrives_is_cast_to_what_the_original_is_cast_to",),
+    ),
+    Mutant(
+        "who reads weights inside of a forward gets those of the products",
+        "sharding/group.py",
+        "            if not (read and self.rest.as_products):\n",
+        "            if self.full.is_current:\n",
+        ("float8/test_gathers.py",),
+    ),
+    Mutant(
+        "a gather for user code carries the rounding of products",
+        "sharding/resting_weights.py",
+        "None if whole and self.plan.wires.of_products else",
+        "None if whole and not self.plan.wires.of_products else",
+        ("float8/test_gathers.py",),
+    ),
+    Mutant(
+        "an encoded shard outlives the step of another copy",
+        "sharding/resting_weights.py",
+        "        self._encoded, self._is_encoded = None, False\n        if self.second",
+        "        if self.second",
+        ("float8/test_gathers.py", "planning/test_mixed_traffic.py"),
+    ),
+    Mutant(
+        "norms travel in float8 beside the layers",
+        "sharding/units.py",
+        "p.requires_grad, shares, name in apart]",
+        "p.requires_grad, shares, bool(apart)]",
+        ("float8/test_gathers.py",),
+    ),
+    Mutant(
+        "casts of weights stay after the step",
+        "sharding/runtime.py",
+        "            unit.release_casts()\n",
+        "            pass\n",
+        ("float8/test_casts.py",),
+    ),
+    Mutant(
+        "what user code writes in a window is not cast",
+        "sharding/unit.py",
+        "if stays and not written else None",
+        "if stays else None",
+        ("float8/test_casts.py",),
+    ),
+    Mutant(
+        "backward multiplies with the casts of the forward",
+        "float8/casts.py",
+        "return first, first if one else cast(backward, -1)",
+        "return first, first",
+        ("float8/test_casts.py",),
+    ),
+    Mutant(
+        "a window casts weights that come and go with each use",
+        "sharding/unit.py",
+        "stays = self.stay is Stay.WINDOW or all(g.is_replicated for g in groups)",
+        "stays = True",
+        ("float8/test_casts.py", "float8/test_gathers.py"),
+    ),
+]
+"""Every planted fault."""
