@@ -301,17 +301,23 @@ def of_training() -> list[Path]:
     return [path for path in python_files("hf_dist") if PACKAGE / "tools" not in path.parents]
 
 
-def is_slot(node: ast.AnnAssign) -> bool:
-    """Whether a class declares here, in itself or in a method, what is called later: a function, or an object by a Protocol."""
-    if not isinstance(node.target, ast.Attribute):
-        return False
-    called = {"Callable"} | {
+@functools.cache
+def called_kinds() -> frozenset[str]:
+    """Names of types of what is called later: functions, and objects by a Protocol."""
+    protocols = (
         kind.name
         for path in of_training()
         for kind in nodes(path)
         if isinstance(kind, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in kind.bases)
-    }
-    return any(isinstance(part, ast.Name) and part.id in called for part in ast.walk(node.annotation))
+    )
+    return frozenset({"Callable", *protocols})
+
+
+def is_slot(node: ast.AnnAssign) -> bool:
+    """Whether a class declares here, in itself or in a method, what is called later."""
+    if not isinstance(node.target, ast.Attribute):
+        return False
+    return any(isinstance(part, ast.Name) and part.id in called_kinds() for part in ast.walk(node.annotation))
 
 
 def test_parts_are_finished_when_they_are_made() -> None:

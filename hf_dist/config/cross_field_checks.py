@@ -74,6 +74,11 @@ _NEEDS = (
         ),
         "read at stage 3 only",
     ),
+    Needs(
+        ("tensor_parallel.tp_overlap_comm",),
+        lambda config: not config.hf_dist.fp8.enabled,
+        "products in float8 compute both gradients at once",
+    ),
     Needs(("hf_dist.fp8",), lambda config: config.hf_dist.fp8.enabled, "its enabled is false"),
     Needs(
         ("hf_dist.wires.weights", f"{_ZERO}.zero_quantized_weights"),

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.float8.casts import Kept, product
+from hf_dist.float8.casts import Kept
+from hf_dist.float8.product import prepare_product, product
 
 __all__ = ["become_float8", "is_float8", "is_linear", "plain"]
 
@@ -43,6 +44,7 @@ def is_float8(module: nn.Module) -> bool:
 def become_float8(layer: nn.Module, recipe: Any) -> None:
     """Convert one layer in place. Local. `recipe`: torchao's `Float8LinearConfig`."""
     linear = _torchao()
+    prepare_product()
     # From torchao, on a layer without elements: what its constructor sets, whatever that is in this version.
     with torch.device("meta"):
         made = linear.Float8Linear(16, 16, bias=False, config=recipe)
@@ -79,7 +81,7 @@ def _straight() -> type:
 def _transposed(cls: Any) -> type:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """The product with a weight of (in, out), which torchao's function takes as it is."""
-        out = product(self, x, self.weight)
+        out = product(self, x, self.weight.view_as(self.weight))
         return out + self.bias.to(out.dtype)
 
     return type(f"{_PREFIX}{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})

@@ -92,7 +92,7 @@ def split_tensors(
     """
     blocks = {name: model.get_submodule(name) for name in find_unit_modules(model if whole is None else whole)}
     names = [name for name, _ in model.named_parameters()]
-    early = config.tensor_parallel.tp_overlap_comm
+    early = config.tensor_parallel.tp_overlap_comm and not config.hf_dist.fp8.enabled
     split = SplitModel(model, plan, MeshPeers(mesh.tp), keep=keep_along_tp, blocks=blocks, overlap=early)
     # Making groups is collective over world, and other pipeline stages may share heads between other numbers of ranks.
     sizes = set().union(*collectives.all_gather_object(mesh.world, sharing_of(split.kept)))

@@ -4,7 +4,58 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+_WIRES = ("sharding/wires/test_wires.py",)
+
 MUTANTS: list[Mutant] = [
+    Mutant(
+        "a rank keeps its own part of the weights as it was before it was encoded",
+        "dist/coded.py",
+        "            self.codec.encode(values, wire)\n            return wire\n",
+        "            self.codec.encode(values * 1.001, wire)\n            return wire\n",
+        _WIRES,
+    ),
+    Mutant(
+        "the second hop forgets what the first one left out",
+        "dist/coded.py",
+        'wire.encoded("sums", partial)',
+        'wire.encoded("parts", partial)',
+        _WIRES,
+    ),
+    Mutant(
+        "a mean over machines counts the ranks of one",
+        "dist/coded.py",
+        "out.view(1, part), wire.codec, 1.0 / axis.size).wait()",
+        "out.view(1, part), wire.codec, 1.0 / far.size).wait()",
+        _WIRES,
+    ),
+    Mutant(
+        "blocks begin anywhere in a flat buffer",
+        "sharding/wires.py",
+        "return max([ALIGNMENT, *(codec.block for codec in of_groups if codec is not None)])",
+        "return ALIGNMENT",
+        _WIRES,
+    ),
+    Mutant(
+        "frozen weights travel in the codec of trained ones",
+        "sharding/wires.py",
+        "(self.weights if trainable else self.frozen) if gathers else None",
+        "self.weights if gathers else None",
+        _WIRES,
+    ),
+    Mutant(
+        "what a write leaves as it was is rounded as it arrived",
+        "sharding/resting_weights.py",
+        "torch.where(new == arrives(into.to(new.dtype)), into,",
+        "torch.where(new == into.to(new.dtype), into,",
+        _WIRES,
+    ),
+    Mutant(
+        "a second copy is made of decoded weights",
+        "sharding/hpz.py",
+        "        if self._codec is not None:\n            self._part.copy_(self._own(wire))\n",
+        "        if self._codec is not None:\n            self._part.copy_(self._own(wire).flip(0))\n",
+        _WIRES,
+    ),
     Mutant(
         "a position bias is encoded like a hidden state",
         "parallel/pipeline/freight.py",

@@ -69,6 +69,20 @@ MUTANTS: list[Mutant] = [
         ("float8/test_casts.py",),
     ),
     Mutant(
+        "a backward in two parts computes each gradient twice",
+        "float8/product.py",
+        'return node.name().endswith("AccumulateGrad") or',
+        "return bool(node) or",
+        ("float8/test_product.py",),
+    ),
+    Mutant(
+        "the input of a frozen layer is kept",
+        "float8/product.py",
+        "x if of_weight else None,",
+        "x,",
+        ("float8/test_product.py",),
+    ),
+    Mutant(
         "a window casts weights that come and go with each use",
         "sharding/unit.py",
         "stays = self.stay is Stay.WINDOW or all(g.is_replicated for g in groups)",

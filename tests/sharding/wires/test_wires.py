@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dist.tensors.codecs import codec_of
-from tests.covering import PAIRS, cells
+from tests.covering import FULL_GRID, PAIRS, cells
 from tests.harness import run_ranks
 from tests.sharding.wires import jobs
 from tests.sharding.wires.reference import Case
@@ -18,6 +18,8 @@ from tests.sharding.wires.training import alone
 TOLERANCE = 1e-6
 BOTH = (False, True)
 CODECS = ("int8", "int4", "fp8_e4m3")
+OF_WEIGHTS, OF_GRADIENTS = (CODECS, CODECS) if FULL_GRID else (("int8", "fp8_e4m3"), ("int4",))
+"""`tests/tensors/test_codecs.py` has each codec."""
 
 
 def _exists(cell: dict[str, Any]) -> bool:
@@ -30,8 +32,8 @@ def _cases() -> list[Case]:
     grid = {
         "stage": (0, 1, 2, 3),
         "world": (2, 3),
-        "weights": (None, *CODECS),
-        "gradients": (None, *CODECS),
+        "weights": (None, *OF_WEIGHTS),
+        "gradients": (None, *OF_GRADIENTS),
         "feedback": BOTH,
         "accumulation": (1, 2),
         "bf16": BOTH,
@@ -46,7 +48,7 @@ def _cases() -> list[Case]:
         "tied": BOTH,
         "lora": BOTH,
         "checkpointing": BOTH,
-        "frozen": (None, "int8"),
+        "frozen": (None, "int4"),
     }
     copies = {
         "shards": (2,),
