@@ -19,7 +19,8 @@ PRODUCTS = {"rowwise": 3, "tensorwise": 3, "rowwise_with_gw_hp": 2}
 """Products of a layer in eight bits: forward, gradient of the input, and of the weight."""
 
 
-ALL = [("rowwise", 3), ("tensorwise", 2), ("rowwise_with_gw_hp", 0)]
+ALL = [("rowwise", 1), ("rowwise", 3), ("tensorwise", 2), ("rowwise_with_gw_hp", 0)]
+"""Casts that a window keeps; gathers of one byte an element."""
 
 
 @pytest.mark.parametrize(("recipe", "stage"), ALL if FULL_GRID else ALL[:1])

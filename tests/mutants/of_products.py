@@ -63,10 +63,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "backward multiplies with the casts of the forward",
-        "float8/casts.py",
-        "return first, first if one else cast(backward, -1)",
+        "float8/product.py",
+        'return first, _cast(weight_t, backward, -1, "WEIGHT", layer.linear_mm_config)',
         "return first, first",
-        ("float8/test_casts.py",),
+        ("gpu_sim/test_float8.py",),
     ),
     Mutant(
         "a backward in two parts computes each gradient twice",

@@ -10,6 +10,7 @@ import torch
 from hf_dist.parallel.pipeline.freight import Freight
 from hf_dist.parallel.pipeline.probe import TensorSpec
 from hf_dist.tensors.codecs import codec_of
+from tests.covering import some_of
 from tests.harness import run_ranks
 from tests.parallel.pipeline.freight.training import Staged, alone, bytes_between, on_stages
 from tests.parity.train import relative
@@ -25,6 +26,11 @@ CASES: dict[str, Staged] = {
     "three stages, checkpointing": Staged(pp=3, world=1, stages="int4", checkpointing=True),
     "three stages, zb_h1 bf16": Staged(pp=3, world=1, family="Qwen3", schedule="zb_h1", stages="int4", bf16=True),
 }
+CASES = some_of(
+    CASES,
+    *("1f1b int8", "interleaved fp8", "zb_h1 int8, tied", "stage 3 with wires", "tensor parallel"),
+    "three stages, checkpointing",
+)
 
 
 @pytest.fixture(scope="module")
