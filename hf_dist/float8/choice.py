@@ -1,7 +1,8 @@
 """Which linear layers compute in eight bits, and why the others do not.
 
-Left alone: the first and the last layer (as accelerate's torchao recipe does), layers whose sizes are no multiple of 16
-(cuBLAS takes no others), adapters' own matrices, routers of experts, frozen packed layers, and those that `skip` names.
+Left alone: the first and the last layer (as accelerate's torchao recipe does), layers whose weight other code reads past their
+forward, layers whose sizes are no multiple of 16 (cuBLAS takes no others), adapters' own matrices, routers of experts, frozen
+packed layers, and those that `skip` names.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_dist.float8.direct_reads import direct_reads
 from hf_dist.float8.linear import is_linear
 
 __all__ = ["MULTIPLE", "Choice", "choose", "named"]
@@ -55,12 +57,12 @@ def choose(model: nn.Module, *, experts: Collection[int] = (), skip: Collection[
 
     `experts`: numbers of experts of its mixtures; `skip`: names of layers or of modules around layers (`named`).
     """
-    ends = _ends_of(model)
+    ends, read = _ends_of(model), direct_reads(model)
     chosen: dict[str, nn.Module] = {}
     left: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         if _is_matrix(module):
-            reason = _reason(path, module, ends, experts, skip)
+            reason = "whose weight other code reads" if path in read else _reason(path, module, ends, experts, skip)
             if reason is None:
                 chosen[path] = module
             else:

@@ -192,3 +192,37 @@ def test_unprepare_gives_the_layers_back_and_pickles_have_stock_ones() -> None:
     hf_dist.unprepare(model)
     assert classes == {n: type(m) for n, m in model.named_modules()}
     assert not [m for m in model.modules() if "linear_mm_config" in vars(m)]
+
+
+def test_a_weight_that_other_code_reads_stays_as_it_is() -> None:
+    """It would not multiply in float8, and would travel as if it did."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 2)
+            self.fused, self.cast, self.made, self.plain = (nn.Linear(32, 32) for _ in range(4))
+            self.inner = nn.Sequential(nn.Linear(32, 32))
+            nn.init.zeros_(self.made.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.plain(x.to(self.cast.weight.dtype)) if isinstance(self.cast.weight, torch.Tensor) else x
+            x = nn.functional.linear(x, self.fused.weight) + self.attention(x, x, x)[0]
+            return self.made(self.cast(x)) @ self.inner[0].weight
+
+    model = nn.Sequential(nn.Linear(32, 32), Fused(), nn.Linear(32, 32))
+    found = choose(model)
+    assert list(found.left["whose weight other code reads"]) == ["1.attention.out_proj", "1.fused"]
+    assert {"1.cast", "1.made", "1.plain"} <= set(found.chosen)
+
+
+def test_fused_kernels_of_mamba_read_weights_past_their_layers() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    with torch.device("meta"):
+        model = MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=64, time_step_rank=16))
+    found = choose(model)
+    read = {path.rsplit(".", 1)[-1] for path in found.left["whose weight other code reads"]}
+    assert read == {"x_proj", "dt_proj", "out_proj"} and {path.rsplit(".", 1)[-1] for path in found.chosen} == {
+        "in_proj"
+    }
