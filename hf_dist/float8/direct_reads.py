@@ -26,10 +26,12 @@ def direct_reads(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        for cls in type(module).__mro__
-        if issubclass(cls, nn.Module)
-        for name in _of_class(cls)
+        for name in _of_classes(type(module))
     )
+
+
+def _of_classes(cls: Any) -> frozenset[str]:
+    return frozenset().union(*(_of_class(base) for base in cls.__mro__ if issubclass(base, nn.Module)))
 
 
 @functools.cache
