@@ -1,4 +1,4 @@
-"""Weights that a module reads itself, past the forward of their layer: fused kernels of Mamba, torch's MultiheadAttention.
+"""Weights that a module reads itself, past the forward of their layer: fused kernels of Mamba, torch's MultiheadAttention, DoRA.
 
 Such a layer would not multiply in float8, and its weight must not travel as if it did. Found in the source of the classes:
 `self.out_proj.weight` as a value, not only its dtype or shape.
@@ -26,8 +26,18 @@ def direct_reads(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        for name in _of_classes(type(module))
+        for name in (*_of_classes(type(module)), *_below_adapter(module))
     )
+
+
+def _below_adapter(module: nn.Module) -> tuple[str, ...]:
+    """The layer below an adapter of PEFT that may read its weight. LoRA calls it; DoRA takes the norms of its rows as well."""
+    children = module._modules
+    if children.get("base_layer") is None or (
+        "lora_A" in children and not len(children.get("lora_magnitude_vector") or ())
+    ):  # type: ignore[arg-type]
+        return ()
+    return ("base_layer",)
 
 
 def _of_classes(cls: Any) -> frozenset[str]:

@@ -226,3 +226,17 @@ def test_fused_kernels_of_mamba_read_weights_past_their_layers() -> None:
     assert read == {"x_proj", "dt_proj", "out_proj"} and {path.rsplit(".", 1)[-1] for path in found.chosen} == {
         "in_proj"
     }
+
+
+def test_below_an_adapter_only_lora_leaves_the_weight_to_its_layer() -> None:
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    targets = {"target_modules": ["up_proj"]}
+    dora = LoraConfig(r=16, use_dora=True, **targets)
+    for adapter, reads in (
+        (LoraConfig(r=16, **targets), 0),
+        (dora, 3),
+        (IA3Config(feedforward_modules=[], **targets), 3),
+    ):
+        found = choose(get_peft_model(model_of(Case()), adapter))
+        assert len(found.left.get("whose weight other code reads", ())) == reads
