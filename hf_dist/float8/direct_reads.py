@@ -33,11 +33,10 @@ def direct_reads(model: nn.Module) -> frozenset[str]:
 def _below_adapter(module: nn.Module) -> tuple[str, ...]:
     """The layer below an adapter of PEFT that may read its weight. LoRA calls it; DoRA takes the norms of its rows as well."""
     children = module._modules
-    if children.get("base_layer") is None or (
-        "lora_A" in children and not len(children.get("lora_magnitude_vector") or ())
-    ):  # type: ignore[arg-type]
+    if children.get("base_layer") is None:
         return ()
-    return ("base_layer",)
+    norms: Any = children.get("lora_magnitude_vector") or ()
+    return () if "lora_A" in children and not len(norms) else ("base_layer",)
 
 
 def _of_classes(cls: Any) -> frozenset[str]:
