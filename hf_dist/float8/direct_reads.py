@@ -1,4 +1,4 @@
-"""Weights that a module reads itself, past the forward of their layer: fused kernels of Mamba, torch's MultiheadAttention, DoRA.
+"""Weights that modules read past the forward of their layer: fused kernels of Mamba, torch's MultiheadAttention, DoRA.
 
 Such a layer would not multiply in float8, and its weight must not travel as if it did. Found in the source of the classes:
 `self.out_proj.weight` as a value, not only its dtype or shape.
