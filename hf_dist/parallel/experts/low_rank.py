@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dist.sharding.param_slice import held_slice
+from hf_dist.tensors.stacks import StackStandIn, in_place_of, is_grouped
 
 __all__ = ["LowRankStack", "keep_adapters_low_rank"]
 
 _ALIGNMENT = 16
 """Alignment of rows that grouped products need, in bytes."""
-_GROUPED = tuple(
-    function
-    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
-    if function is not None
-)
 _PRODUCTS = (
     torch.matmul,
     torch.Tensor.matmul,
@@ -39,45 +34,30 @@ _PRODUCTS = (
 )
 
 
-class LowRankStack:
+class LowRankStack(StackStandIn):
     """`base + left @ right`, never summed: weights of all or some experts, (..., m, n)."""
 
-    def __init__(self, base: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """`base`: (..., m, n); `left`: (..., m, r); `right`: (..., r, n), all in one dtype."""
+    def __init__(self, base: Any, left: torch.Tensor, right: torch.Tensor) -> None:
+        """`base`: (..., m, n), or a stand-in for it; `left`: (..., m, r); `right`: (..., r, n), all in one dtype."""
         self.base, self.left, self.right = base, left, right
-
-    def __getattr__(self, name: str) -> object:
-        # Shape, dtype, device and other attributes that are not operations.
-        return getattr(self.base, name)
 
     def __getitem__(self, index: Any) -> LowRankStack | torch.Tensor:
         if isinstance(index, tuple):  # a part of a matrix
-            return self.merged()[index]
+            return self.plain()[index]
         return LowRankStack(self.base[index], self.left[index], self.right[index])
 
-    def transpose(self, first: int, second: int) -> LowRankStack | torch.Tensor:
-        """Transpose the matrices. Any other transposition returns the merged weights."""
-        if {first % self.base.dim(), second % self.base.dim()} != {self.base.dim() - 2, self.base.dim() - 1}:
-            return self.merged().transpose(first, second)
+    def over(self, base: Any) -> LowRankStack:
+        """The same adapters over another `base`."""
+        return LowRankStack(base, self.left, self.right)
+
+    def swapped(self) -> LowRankStack:
+        """Each matrix transposed; nothing is multiplied out."""
         return LowRankStack(*(t.transpose(-2, -1) for t in (self.base, self.right, self.left)))
 
-    @property
-    def mT(self) -> LowRankStack | torch.Tensor:
-        """Each matrix of the stack transposed: the last two dimensions change places. Nothing is multiplied out."""
-        return self.transpose(-2, -1)
-
-    @property
-    def T(self) -> LowRankStack | torch.Tensor:
-        """The transpose of one matrix; of a stack, as torch reverses all dimensions, the merged weights."""
-        return self.transpose(0, 1) if self.base.dim() == 2 else self.merged().T
-
-    def t(self) -> LowRankStack | torch.Tensor:
-        """The same as `T`."""
-        return self.T
-
-    def merged(self) -> torch.Tensor:
+    def plain(self) -> torch.Tensor:
         """The weights as PEFT computes them."""
-        return self.base + self.left @ self.right
+        base: torch.Tensor = self.base.plain() if isinstance(self.base, StackStandIn) else self.base
+        return base + self.left @ self.right
 
     def __rmatmul__(self, rows: torch.Tensor) -> torch.Tensor:
         return rows @ self.base + (rows @ self.left) @ self.right
@@ -88,7 +68,7 @@ class LowRankStack:
         low = [isinstance(arg, LowRankStack) for arg in args]
         if low[:2] == [False, True]:
             rows, weight = args[0], args[1]
-            if func in _GROUPED and len(args) == 2 and given.keys() <= {"offs"}:
+            if is_grouped(func) and len(args) == 2 and given.keys() <= {"offs"}:
                 return func(rows, weight.base, **given) + _thin(func, rows, weight, given)
             if func is torch.nn.functional.linear:
                 thin = func(func(rows, weight.right), weight.left)
@@ -98,8 +78,7 @@ class LowRankStack:
         if low == [True, False] and func in _PRODUCTS and not given:
             weight, rows = args
             return func(weight.base, rows) + func(weight.left, func(weight.right, rows))
-        kwargs = kwargs or {}
-        return func(*map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _thin(product: Callable[..., torch.Tensor], rows: torch.Tensor, weight: LowRankStack, kwargs: Any) -> torch.Tensor:
@@ -110,12 +89,6 @@ def _thin(product: Callable[..., torch.Tensor], rows: torch.Tensor, weight: LowR
         left = torch.nn.functional.pad(left, (0, missing))
         right = torch.nn.functional.pad(right, (0, 0, 0, missing))
     return product(product(rows, left.contiguous(), **kwargs), right.contiguous(), **kwargs)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value))
-    return value.merged() if isinstance(value, LowRankStack) else value
 
 
 # ---- PEFT's wrappers
@@ -167,7 +140,7 @@ def _forward(wrapper: Any, *args: object, **kwargs: object) -> object:
         stack = _stack_of(layer)
         if stack is not None:
             stacks[layer.parameter_name] = stack
-    with _in_place_of(experts, stacks):
+    with in_place_of(experts, stacks):
         return experts(*args, **kwargs)
 
 
@@ -189,14 +162,3 @@ def _stack_of(layer: Any) -> LowRankStack | None:
     if held != ((0, len(left)),):
         left, right = (torch.cat([t[first:last] for first, last in held]) for t in (left, right))
     return LowRankStack(param, left, right)
-
-
-@contextmanager
-def _in_place_of(experts: nn.Module, stacks: dict[str, LowRankStack]) -> Iterator[None]:
-    """Inside, `stacks` hide attributes of `experts`: entries in a module's own dict take precedence over its parameters."""
-    experts.__dict__.update(stacks)
-    try:
-        yield
-    finally:
-        for name in stacks:
-            experts.__dict__.pop(name, None)
