@@ -56,8 +56,8 @@ Block = Annotated[int, PlainValidator(values.block)]
 Fp8Casts = Annotated[Literal["window", "use"], PlainValidator(values.choice("window", "use"))]
 Fp8Gathers = Annotated[Literal["float8", "whole"], PlainValidator(values.choice("float8", "whole"))]
 Fp8Recipe = Annotated[
-    Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
-    PlainValidator(values.choice("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+    Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"],
+    PlainValidator(values.choice("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")),
 ]
 ShardSize = Annotated[int, PlainValidator(values.whole(-1))]
 
@@ -394,12 +394,12 @@ class WiresConfig(Frozen):
 
 
 class Fp8Config(Frozen):
-    """The `hf_dist.fp8` section: linear layers multiply in float8, by torchao; weights and states stay as they are."""
+    """The `hf_dist.fp8` section: layers and experts multiply in float8, by torchao; weights and states stay as they are."""
 
     enabled: Flag = False
     """`hf_dist.fp8.enabled`: whether linear layers multiply in float8; needs bf16, and a GPU of compute capability 8.9."""
     recipe: Fp8Recipe = "rowwise"
-    """`hf_dist.fp8.recipe`: "rowwise", "tensorwise" (faster), "rowwise_with_gw_hp" (weight gradients in bf16)."""
+    """`hf_dist.fp8.recipe`: "rowwise", "tensorwise", "rowwise_with_gw_hp" (weight gradients in bf16), "mxfp8" (Blackwell)."""
     skip: Names = ()
     """`hf_dist.fp8.skip`: layers left alone, beside those that always are: paths, or ends of paths such as "down_proj"."""
     gathers: Fp8Gathers = "float8"

@@ -1,26 +1,41 @@
-"""Which linear layers compute in eight bits, and why the others do not.
+"""Which linear layers and stacks of experts compute in eight bits, and why the others do not.
 
 Left alone: the first and the last layer (as accelerate's torchao recipe does), layers whose weight other code reads past their
-forward, layers whose sizes are no multiple of 16 (cuBLAS takes no others), adapters' own matrices, routers of experts, frozen
-packed layers, and those that `skip` names.
+forward, layers whose sizes are no multiple of 16 (cuBLAS takes no others; of 32 in MXFP8), adapters' own matrices, routers of
+experts, frozen packed layers, stacks of experts that have no such product, and what `skip` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from hf_dist.float8.direct_reads import direct_reads
 from hf_dist.float8.linear import is_linear
+from hf_dist.float8.stacks import matrices_of, why_plain
 
-__all__ = ["MULTIPLE", "Choice", "choose", "named"]
+__all__ = ["MULTIPLE", "Choice", "Kernels", "choose", "named"]
 
 MULTIPLE = 16
 """Of both sizes of a matrix, for cuBLAS."""
 _ROUTERS = ("router", "gate")
 """Last words of the names of layers whose outputs are experts."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the kernels of a recipe take."""
+
+    name: str = "float8"
+    """In reports."""
+    multiple: int = MULTIPLE
+    """Of both sizes of a matrix."""
+    transposed: bool = True
+    """Whether weights may be (in, out)."""
+    no_stacks: str = ""
+    """Why stacks of experts stay as they are; empty: they multiply."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +46,16 @@ class Choice:
     """Path -> layer."""
     left: Mapping[str, Sequence[str]]
     """Reason -> paths of layers that stay as they are."""
+    stacks: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Path -> module of stacked experts."""
+    kernels: Kernels = Kernels()
 
     def of_slices(self) -> Choice:
-        """The same after layers were cut: without those whose slices have sizes that cuBLAS does not take."""
-        fits = {path: layer for path, layer in self.chosen.items() if not _odd(layer)}
-        cut = [path for path in self.chosen if path not in fits]
-        return Choice(fits, {**self.left, "whose slices have such sizes": cut} if cut else self.left)
+        """The same after layers were cut: without those whose slices have sizes that the kernels do not take."""
+        odd = [path for path, layer in (*self.chosen.items(), *self.stacks.items()) if _odd(layer, self.kernels)]
+        chosen, stacks = ({p: m for p, m in part.items() if p not in odd} for part in (self.chosen, self.stacks))
+        left = {**self.left, "whose slices have such sizes": odd} if odd else self.left
+        return Choice(chosen, left, stacks, self.kernels)
 
     @property
     def weights(self) -> frozenset[str]:
@@ -46,30 +65,40 @@ class Choice:
     def rows(self) -> list[str]:
         """Lines for the start-up report."""
         kept = [f"{len(paths)} {reason}" for reason, paths in self.left.items() if paths]
+        stacks = f"{len(self.stacks)} modules of experts multiply in {self.kernels.name}, with scales of rows"
         return [
-            f"{len(self.chosen)} linear layers multiply in float8",
+            f"{len(self.chosen)} linear layers multiply in {self.kernels.name}",
+            *([stacks] if self.stacks else []),
             *([f"left alone: {', '.join(kept)}"] if kept else []),
         ]
 
 
-def choose(model: nn.Module, *, experts: Collection[int] = (), skip: Collection[str] = ()) -> Choice:
-    """Divide the linear layers of a whole model. Local.
+def choose(
+    model: nn.Module, *, experts: Collection[int] = (), skip: Collection[str] = (), kernels: Kernels | None = None
+) -> Choice:
+    """Divide the linear layers and stacked experts of a whole model. Local.
 
-    `experts`: numbers of experts of its mixtures; `skip`: names of layers or of modules around layers (`named`).
+    `experts`: numbers of experts of its mixtures; `skip`: names of layers or of modules around layers (`named`); `kernels`: of
+    the recipe, default those of float8.
     """
+    kernels = kernels or Kernels()
     ends, read = _ends_of(model), direct_reads(model)
     chosen: dict[str, nn.Module] = {}
+    stacks: dict[str, nn.Module] = {}
     left: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         if _is_matrix(module):
             reason = "whose weight other code reads" if path in read else _reason(path, module, ends, experts, skip)
-            if reason is None:
-                chosen[path] = module
-            else:
-                left.setdefault(reason, []).append(path)
-        elif _is_stacked(module):
-            left.setdefault("stacked experts", []).append(path)
-    return Choice(chosen, left)
+            found, reason = chosen, reason or _misfit(module, kernels)
+        elif matrices_of(module):
+            found, reason = stacks, _reason_of_stacks(path, module, skip, kernels)
+        else:
+            continue
+        if reason is None:
+            found[path] = module
+        else:
+            left.setdefault(reason, []).append(path)
+    return Choice(chosen, left, stacks, kernels)
 
 
 def named(path: str, name: str) -> bool:
@@ -101,13 +130,28 @@ def _reason(
         return "packed"
     if experts and any(word in name for word in _ROUTERS) and weight.shape[0] in (1, *experts):
         return "routers"
-    if _odd(layer):
-        return f"with sizes that are no multiple of {MULTIPLE}"
     return None
 
 
-def _odd(layer: nn.Module) -> bool:
-    return any(size % MULTIPLE for p in (layer.weight,) if isinstance(p, nn.Parameter) for size in p.shape)
+def _misfit(layer: nn.Module, kernels: Kernels) -> str | None:
+    if not (kernels.transposed or isinstance(layer, nn.Linear)):
+        return f"with weights of (in, out), which {kernels.name} does not take"
+    return f"with sizes that are no multiple of {kernels.multiple}" if _odd(layer, kernels) else None
+
+
+def _reason_of_stacks(path: str, module: nn.Module, skip: Collection[str], kernels: Kernels) -> str | None:
+    if any(named(path, one) for one in skip):
+        return "named in skip"
+    why = kernels.no_stacks or why_plain(module)
+    if why is None and _odd(module, kernels):
+        why = f"with sizes that are no multiple of {kernels.multiple}"
+    return f"stacks of experts {why}" if why else None
+
+
+def _odd(layer: nn.Module, kernels: Kernels) -> bool:
+    weight = getattr(layer, "weight", None)  # a stage has no parameters of another one's layers
+    weights = matrices_of(layer).values() or [p for p in (weight,) if isinstance(p, nn.Parameter)]
+    return any(size % kernels.multiple for p in weights for size in p.shape[-2:])
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -116,7 +160,3 @@ def _is_matrix(module: nn.Module) -> bool:
 
 def _is_adapter(path: str) -> bool:
     return any(part.startswith("lora_") for part in path.split("."))
-
-
-def _is_stacked(module: nn.Module) -> bool:
-    return any(p is not None and p.dim() == 3 and p.is_floating_point() for p in module._parameters.values())

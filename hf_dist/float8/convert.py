@@ -1,7 +1,7 @@
 """Lets the chosen linear layers of a model multiply in eight bits, in place: modules and parameters stay the same objects.
 
-A layer becomes one of torchao's `Float8Linear`: its class changes, and what the recipe decides is set on it. The undo log of
-`sharding` puts both back. Weights, gradients, optimizer states and checkpoints are those of a run without it.
+A layer becomes one of torchao's `Float8Linear` or `MXFP8Linear`: its class changes, and what the recipe decides is set on it.
+The undo log of `sharding` puts both back. Weights, gradients, optimizer states and checkpoints are those of a run without it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ from torch import nn
 
 from hf_dist.config import DistConfig
 from hf_dist.errors import ConfigError, Problem
+from hf_dist.float8.blocks import BlockRecipe, become_mxfp8
 from hf_dist.float8.choice import Choice, choose, named
 from hf_dist.float8.linear import become_float8
-from hf_dist.float8.recipe import SECTION, recipe_of, refuse_hardware, refuse_precision
+from hf_dist.float8.recipe import (
+    SECTION,
+    kernels_of,
+    product_of_stacks,
+    recipe_of,
+    refuse_hardware,
+    refuse_precision,
+)
+from hf_dist.float8.stacks import become_float8_stack
 
 __all__ = ["choose_layers", "convert"]
 
@@ -34,15 +43,15 @@ def choose_layers(
     refuse_hardware(config, device)
     refuse_precision(config)
     recipe_of(config)
-    choice = choose(model, experts=experts, skip=section.skip)
+    choice = choose(model, experts=experts, skip=section.skip, kernels=kernels_of(config, device))
     for name in section.skip:
         if not any(named(path, name) for path, _ in model.named_modules()):
             raise ConfigError(
                 Problem(f"{SECTION}.skip", name, "names no module of the model", "Remove it, or correct it.")
             )
-    if not choice.chosen:
+    if not (choice.chosen or choice.stacks):
         kept = ", ".join(f"{len(paths)} {reason}" for reason, paths in choice.left.items()) or "it has none"
-        what = f"no linear layer of the model can multiply in float8: {kept}"
+        what = f"no linear layer of the model can multiply in {choice.kernels.name}: {kept}"
         raise ConfigError(Problem(f"{SECTION}.enabled", "true", what, "Remove the section."))
     return choice
 
@@ -52,5 +61,11 @@ def convert(choice: Choice, config: DistConfig) -> Choice:
     recipe = recipe_of(config)
     choice = choice.of_slices()
     for layer in choice.chosen.values():
-        become_float8(layer, recipe)
+        if isinstance(recipe, BlockRecipe):
+            become_mxfp8(layer, recipe)
+        else:
+            become_float8(layer, recipe)
+    product = product_of_stacks(config)
+    for experts in choice.stacks.values():
+        become_float8_stack(experts, product)
     return choice

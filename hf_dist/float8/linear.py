@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist.float8.blocks import is_mxfp8
 from hf_dist.float8.casts import Kept
 from hf_dist.float8.product import prepare_product, product
+from hf_dist.float8.stacks import is_float8_stack
 
 __all__ = ["become_float8", "is_float8", "is_linear", "plain"]
 
@@ -90,7 +92,8 @@ def _transposed(cls: Any) -> type:
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """Inside, converted layers of `model` multiply as they did before, for what looks at a model's structure. Local."""
-    found = {module: type(module) for module in model.modules() if is_float8(module)}
+    kinds = (is_float8, is_mxfp8, is_float8_stack)
+    found = {module: type(module) for module in model.modules() if any(is_one(module) for is_one in kinds)}
     for module, kind in found.items():
         _change(module, nn.Linear if isinstance(module, nn.Linear) else kind.__mro__[1])
     try:

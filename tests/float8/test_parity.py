@@ -64,6 +64,7 @@ def _cases() -> list[Case]:
     found = [Case(**cell) for cell in cells(data, PAIRS, allowed=lambda c: c["stage"] > 0 or not c["offload"])]
     found += [Case(**cell) for grid in (models, adapters) for cell in cells(grid, PAIRS)]
     split = {"bf16": False, "accumulation": 2}  # bf16 rounds partial sums, with and without these products
+    brief = {**split, "steps": 2}
     return [
         *found,
         Case(tp=2, **split),
@@ -74,6 +75,11 @@ def _cases() -> list[Case]:
         *([Case(world=4, pp=2, cp=2, stage=0, **split)] if FULL_GRID else []),
         Case(world=4, shards=2, stage=3, recipe="rowwise_with_gw_hp", **split),
         Case(family="qwen3_moe", ep=2, bf16=False),
+        *(Case(family="experts", **case, **brief) for case in ({"stage": 0}, {"ep": 2}, {"tp": 2, "stage": 1})),
+        *(Case(family="experts", **case, **brief) for case in ({"pp": 2, "stage": 1}, {"lora": True})),
+        Case(family="experts", recipe="tensorwise", checkpointing=True, steps=2),
+        *(Case(recipe="mxfp8", **case, **brief) for case in ({"stage": 0}, {"tp": 2}, {"pp": 2, "stage": 1})),
+        Case(recipe="mxfp8", lora=True, checkpointing=True, steps=2),
         *_mixed(),
     ]
 

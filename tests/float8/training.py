@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,20 +37,28 @@ class Case(reference.Case):
 
 
 def model_of(case: Case) -> Any:
-    """A Llama whose slices have sizes that cuBLAS takes; other families as elsewhere."""
-    if case.family not in ("llama", "qwen3_moe"):
+    """A Llama, a mixture ("qwen3_moe") or one of grouped products ("experts"), whose slices have sizes that the kernels take;
+    other families as elsewhere."""
+    if case.family not in ("llama", "qwen3_moe", "experts"):
         return training.model_of(case)
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": VOCAB}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
-    sizes["tie_word_embeddings"] = case.tied
-    experts = {"num_experts": 8, "moe_intermediate_size": 32, "experts_implementation": "eager"}
+    wide = case.recipe == "mxfp8"
+    sizes: dict[str, Any] = {"hidden_size": 128 if wide else 64, "intermediate_size": 128 if wide else 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32 if wide else 16, "use_cache": False}
+    sizes |= {"num_hidden_layers": 3, "vocab_size": VOCAB, "tie_word_embeddings": case.tied}
+    implementation = "grouped_mm" if case.family == "experts" else "eager"
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "experts_implementation": implementation,
+    }
     model: Any = (
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-        if case.family == "qwen3_moe"
-        else LlamaForCausalLM(LlamaConfig(**sizes))
+        LlamaForCausalLM(LlamaConfig(**sizes))
+        if case.family == "llama"
+        else Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     )
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -63,26 +71,18 @@ def model_of(case: Case) -> Any:
     return model.train()
 
 
-def left_alone(model: nn.Module, path: str, module: nn.Module) -> bool:
+def left_alone(model: nn.Module, path: str, module: nn.Module, multiple: int = 16) -> bool:
     """Written a second time: what torchao's filter function answers for."""
     linears = [p for p, m in model.named_modules() if isinstance(m, nn.Linear) and "lora_" not in p]
     adapter = "lora_" in path
-    odd = isinstance(module, nn.Linear) and any(size % 16 for size in module.weight.shape)
+    odd = isinstance(module, nn.Linear) and any(size % multiple for size in module.weight.shape)
     return adapter or odd or path in (linears[0], linears[-1]) or (".gate" in f"{path}." and path.endswith(".gate"))
 
 
 def alone(case: Case) -> dict[str, Any]:
     """torchao's conversion, in one process."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
     model = model_of(case)
-    recipe = Float8LinearConfig.from_recipe_name("rowwise" if case.recipe == "none" else case.recipe)
-    config = replace(recipe, emulate=True, round_scales_to_power_of_2=True)
-    found = [p for p, m in model.named_modules() if isinstance(m, nn.Linear) and not left_alone(model, p, m)]
-    if case.recipe == "none":
-        found = []
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, p: p in found)
-    found += _convert_transposed(model, config)
+    found = {"none": _nothing, "mxfp8": _convert_to_blocks}.get(case.recipe, _convert)(model, case)
     one = reference.Reference(model, replace(case, world=case.data, shards=0), training.optimizer_of)
     for step in range(case.steps):
         with nullcontext() if step not in case.in_bf16 else _unconverted(model):
@@ -101,16 +101,102 @@ def _unconverted(model: nn.Module) -> Iterator[None]:
         del layer.forward
 
 
-def _convert_transposed(model: nn.Module, config: Any) -> list[str]:
-    """GPT-2's layers, as torchao's function computes them."""
+def _nothing(model: nn.Module, case: Case) -> list[str]:
+    return []
+
+
+def _convert(model: nn.Module, case: Case) -> list[str]:
+    from torchao.float8 import convert_to_float8_training
+
+    config = recipe_of(case.recipe)
+    found = [p for p, m in model.named_modules() if isinstance(m, nn.Linear) and not left_alone(model, p, m)]
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, p: p in found)
+    if case.family == "experts" and case.recipe != "rowwise_with_gw_hp":
+        forward = adapted_by_hand if case.lora else by_hand
+        for path, module in model.named_modules():
+            if path.endswith(".experts"):
+                module.forward = functools.partial(forward, module, product_of(recipe_of("rowwise")))
+    return found + _convert_transposed(model, config)
+
+
+def _convert_to_blocks(model: nn.Module, case: Case) -> list[str]:
+    """torchao's MXFP8 layers, whose rows are filled up with zeros."""
+    from torchao.prototype.moe_training import mxfp8_linear as mx
+
+    found = [p for p, m in model.named_modules() if isinstance(m, nn.Linear) and not left_alone(model, p, m, 32)]
+    for path in found:
+        layer = model.get_submodule(path)
+
+        def forward(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+            rows = torch.cat([x.flatten(0, -2), x.new_zeros(-x[..., 0].numel() % 32, x.shape[-1])])
+            preference, scale = mx.KernelPreference.EMULATED, mx.ScaleCalculationMode.RCEIL
+            out = mx._to_mxfp8_then_scaled_mm(rows, layer.weight, preference, scale)
+            out = out[: x[..., 0].numel()].view(*x.shape[:-1], -1)
+            return out if layer.bias is None else out + layer.bias
+
+        layer.forward = forward  # type: ignore[method-assign, assignment]
+    return found
+
+
+def recipe_of(recipe: str) -> Any:
+    """torchao's, emulated and with scales that are powers of two."""
+    from torchao.float8 import Float8LinearConfig
+
+    return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, round_scales_to_power_of_2=True)
+
+
+def product_of(config: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """torchao's function for a linear layer, of rows (M, K) and a weight (N, K)."""
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
+    settings = Float8Linear(16, 16, bias=False, config=config).linear_mm_config
+    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), settings, config)
+
+
+def by_hand(
+    experts: Any, product: Callable[..., torch.Tensor], hidden: torch.Tensor, index: torch.Tensor, share: torch.Tensor
+) -> torch.Tensor:
+    """What the stock forward of gated experts computes, one expert after the other."""
+    pairs = [torch.where(index == expert) for expert in range(experts.num_experts)]
+    # `hidden` is used once, by expert: its gradient in bf16 is a sum in that order.
+    rows = hidden[torch.cat([token for token, _ in pairs])].split([len(token) for token, _ in pairs])
+    made = hidden.new_zeros(*index.shape, hidden.shape[-1])
+    for expert, (token, choice) in enumerate(pairs):
+        if len(token):
+            gate, up = product(rows[expert], experts.gate_up_proj[expert]).chunk(2, dim=-1)
+            out = product(experts.act_fn(gate) * up, experts.down_proj[expert])
+            made = made.index_put((token, choice), out)
+    return (made * share.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def adapted_by_hand(wrapper: Any, product: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """The same with PEFT's adapters on the stacks, `wrapper` the outermost: their products are in full precision."""
+    factors, experts = {}, wrapper
+    while hasattr(experts, "base_layer"):
+        left, right, scaling = experts.get_delta_factors("default")
+        factors[experts.parameter_name] = (left * scaling, right)
+        experts = experts.base_layer
+    held = {name: list(getattr(experts, name)) for name in factors}
+    known = {id(matrix): (name, n) for name, parts in held.items() for n, matrix in enumerate(parts)}
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        name, n = known[id(weight)]
+        left, right = factors[name]
+        return product(x, weight) + (x @ right[n].t()) @ left[n].t()
+
+    stand_in = nn.Module()
+    stand_in.__dict__.update(held, num_experts=experts.num_experts, act_fn=experts.act_fn)
+    return by_hand(stand_in, both, *given)
+
+
+def _convert_transposed(model: nn.Module, config: Any) -> list[str]:
+    """GPT-2's layers, as torchao's function computes them."""
     found = [(path, m) for path, m in model.named_modules() if type(m).__name__ == "Conv1D"]
-    mm_config = Float8Linear(16, 16, bias=False, config=config).linear_mm_config
+    product = product_of(config)
     for _, module in found[1:]:
 
         def forward(x: torch.Tensor, module: Any = module) -> torch.Tensor:
-            return matmul_with_hp_or_float8_args.apply(x, module.weight, mm_config, config) + module.bias
+            return product(x, module.weight.t()) + module.bias
 
         module.forward = forward
     return [path for path, _ in found[1:]]
@@ -168,5 +254,5 @@ def on_rank(rank: int, world: int, case: Case) -> dict[str, Any]:
             mine.append(float(loss.detach()))
         losses.append(sum(mine) / len(mine))
         norms.append(float(engine.get_global_grad_norm()))
-    chosen = [n for n, m in engine.sharded.whole.named_modules() if type(m).__name__.startswith("Float8")]
+    chosen = [n for n, m in engine.sharded.whole.named_modules() if type(m).__name__.startswith(("Float8", "MXFP8"))]
     return {"losses": losses, "norms": norms, "weights": full_state_dict(engine.sharded), "chosen": chosen, "data": at}
