@@ -67,13 +67,20 @@ class UnitCasts:
 
 
 def keeps_casts(config: DistConfig) -> bool:
-    """Whether weights are cast once for a window: it has several microbatches, and the config does not ask otherwise."""
+    """Whether weights are cast once for a window: it has several microbatches, and the config does not ask otherwise.
+
+    torchao's MXFP8 casts by itself."""
     fp8 = config.hf_dist.fp8
-    return fp8.enabled and fp8.casts == "window" and (settled(config.gradient_accumulation_steps) or 1) > 1
+    several = (settled(config.gradient_accumulation_steps) or 1) > 1
+    return fp8.enabled and fp8.recipe != "mxfp8" and fp8.casts == "window" and several
 
 
 def kept_nbytes(shape: Sequence[int], recipe: str) -> int:
-    """Bytes of the casts of a weight of this shape under torchao's `recipe`: elements, and a scale (fp32) per row or tensor."""
+    """Bytes of the casts of a weight of this shape under torchao's `recipe`: elements, and a scale (fp32) per row or tensor.
+
+    0 for a stack: torchao's grouped product casts by itself."""
+    if len(shape) > 2:
+        return 0
     numel = math.prod(shape)
     if recipe == "tensorwise":
         return numel + 4

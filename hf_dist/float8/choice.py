@@ -59,8 +59,9 @@ class Choice:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Full names of the layers' weights."""
-        return frozenset(f"{path}.weight" for path in self.chosen)
+        """Full names of the weights that multiply in eight bits."""
+        stacked = (f"{path}.{name}" for path, module in self.stacks.items() for name in matrices_of(module))
+        return frozenset(f"{path}.weight" for path in self.chosen).union(stacked)
 
     def rows(self) -> list[str]:
         """Lines for the start-up report."""

@@ -78,18 +78,18 @@ def product_of_stacks(config: DistConfig) -> GroupedProduct:
     return GroupedProduct(_powers_of_two(float8, "rowwise", config.hf_dist.fp8.emulate))
 
 
-def kernels_of(config: DistConfig, device: torch.device) -> Kernels:
-    """What the kernels of the recipe take on `device`. Local."""
+def kernels_of(config: DistConfig, device: torch.device | None) -> Kernels:
+    """What the kernels of the recipe take on `device`; None: on a GPU that has them, for plans. Local."""
     section = config.hf_dist.fp8
     if section.recipe == MX:
         return Kernels("MXFP8", BLOCK, transposed=False, no_stacks="for which mxfp8 is not available")
     return Kernels(no_stacks=_why_no_stacks(section.recipe, section.emulate, device))
 
 
-def _why_no_stacks(recipe: str, emulate: bool, device: torch.device) -> str:
+def _why_no_stacks(recipe: str, emulate: bool, device: torch.device | None) -> str:
     if recipe not in ("rowwise", "tensorwise"):
         return f"for which torchao has no {recipe}"
-    if emulate:
+    if emulate or device is None:
         return ""
     if torchao_product() is None:
         return "for which the installed torchao has no product"

@@ -15,6 +15,7 @@ from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
 from hf_dist.dist.low_rank import kept_numel
 from hf_dist.float8.casts import keeps_casts, kept_nbytes
 from hf_dist.float8.choice import choose
+from hf_dist.float8.recipe import kernels_of
 from hf_dist.memory.offload.nvme import disk_nbytes
 from hf_dist.memory.offload.resting import Tier
 from hf_dist.memory.offload.storage import MASTER_NBYTES, TENSORS_PER_GROUP, Storage
@@ -133,7 +134,8 @@ class States:
         zero = config.zero_optimization
         placements, precision = placements_for(config), precision_for(config, model)
         if config.hf_dist.fp8.enabled:
-            eights = choose(model, experts=expert_counts(model), skip=config.hf_dist.fp8.skip).of_slices()
+            skip, kernels = config.hf_dist.fp8.skip, kernels_of(config, None)
+            eights = choose(model, experts=expert_counts(model), skip=skip, kernels=kernels).of_slices()
             precision = replace(precision, float8=eights.weights)
         storage = Storage(torch.device("meta"), zero)
         leaf = (zero.leaf_module.classes, zero.leaf_module.names, zero.leaf_module.name_suffixes)

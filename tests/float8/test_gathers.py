@@ -19,6 +19,7 @@ from tests.sharding.wires.training import optimizer_of
 needs.package("torchao", "it multiplies in float8")
 
 CASE = Case(stage=3, accumulation=2, steps=2, checkpointing=True)
+CASES = (CASE, replace(CASE, family="experts"), replace(CASE, recipe="mxfp8"))
 
 
 def made(case: Case, **more: Any) -> Any:
@@ -86,17 +87,17 @@ def read_inside(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def kept_bytes(rank: int, world: int) -> dict[str, Any]:
+def kept_bytes(rank: int, case: Case) -> dict[str, Any]:
     """Losses with and without, what is kept in a window, and what is sent in it."""
     from hf_dist.dist import comm_counter
 
     found: dict[str, Any] = {}
     for gathers in ("float8", "whole"):
-        engine, _ = made(CASE, gathers=gathers)
-        found[gathers] = trained(engine, CASE, rank)
+        engine, _ = made(case, gathers=gathers)
+        found[gathers] = trained(engine, case, rank)
         at_rest = engine.resident_nbytes()["device"]
         with comm_counter.record() as log:
-            batch = batches_of(CASE, 0)[rank][0]
+            batch = batches_of(case, 0)[rank][0]
             loss = engine(**batch).loss
         found[f"{gathers} cast"] = sum(u.casts.nbytes for u in engine.sharded.units if u.casts is not None)
         sizes = {"float8": 0, "kept": 0, "messages": 0}
@@ -111,8 +112,11 @@ def kept_bytes(rank: int, world: int) -> dict[str, Any]:
         held = sizes["kept"] + sum(x.numel() * x.element_size() for x in full)
         found[f"{gathers} kept"] = (engine.resident_nbytes()["device"] - at_rest, held)
         weights = {n: p.numel() for n, p in engine.model.named_parameters()}
-        chosen = [n for n, m in engine.model.named_modules() if type(m).__name__ == "Float8Linear"]
-        found[f"{gathers} share"] = (sizes["float8"], sum(weights[f"{n}.weight"] for n in chosen))
+        kinds = {n: type(m).__name__ for n, m in engine.model.named_modules()}
+        chosen = [
+            n for n in weights if kinds[n.rpartition(".")[0]] in ("Float8Linear", "MXFP8Linear") or "experts." in n
+        ]
+        found[f"{gathers} share"] = (sizes["float8"], sum(weights[n] for n in chosen))
         engine.backward(loss)
         engine.step()
         engine.backward(engine(**batch).loss)
@@ -121,9 +125,9 @@ def kept_bytes(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def run_both(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def run_both(rank: int, world: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Both on one start."""
-    return read_inside(rank, world), kept_bytes(rank, world)
+    return read_inside(rank, world), [kept_bytes(rank, case) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +141,9 @@ def test_who_reads_weights_gets_them_whole_and_writes_keep_other_bits(both: list
     assert len(both[0][0]) == 6
 
 
-def test_numbers_are_those_of_whole_gathers_and_bytes_are_those_of_the_formula(both: list[Any]) -> None:
-    for _, rank in both:
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_numbers_are_those_of_whole_gathers_and_bytes_are_those_of_the_formula(case: int, both: list[Any]) -> None:
+    for rank in (found[case] for _, found in both):
         assert rank["float8"] == rank["whole"]  # to the last bit
         for gathers in ("float8", "whole"):
             sent, messages = rank[f"{gathers} sent"]
@@ -155,13 +160,13 @@ def test_numbers_are_those_of_whole_gathers_and_bytes_are_those_of_the_formula(b
 @given(st.integers(0, 10**6), st.integers(-30, 30), st.sampled_from([torch.bfloat16, torch.float32]))
 @settings(max_examples=25, deadline=None)
 def test_what_arrives_is_cast_to_what_the_original_is_cast_to(seed: int, exponent: int, dtype: torch.dtype) -> None:
-    """By torchao, in each recipe: rows, columns and whole tensors have other scales than blocks."""
+    """By torchao, in each recipe: rows, columns, whole tensors and MXFP8 have other scales than these blocks."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import LinearMMConfig
 
     g = torch.Generator().manual_seed(seed)
-    weight = (torch.randn(48, 64, generator=g) * 2.0**exponent).to(dtype)
+    weight = (torch.randn(96, 64, generator=g) * 2.0**exponent).to(dtype)
     # An element far below the largest is rounded twice there, to fewer digits than it arrives with.
     weight[weight.abs() < weight.abs().max() * 2.0**-14] = 0
     arrived = Float8Products(64).rounded(weight.view(-1)).view_as(weight)
@@ -181,6 +186,15 @@ def test_what_arrives_is_cast_to_what_the_original_is_cast_to(seed: int, exponen
             for x in (weight, arrived)
         )
         assert torch.equal(one, other)
+    for one, other in ((weight, arrived), (weight.t(), arrived.t())):
+        assert torch.equal(_in_mxfp8(one), _in_mxfp8(other))
+
+
+def _in_mxfp8(x: torch.Tensor) -> torch.Tensor:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+
+    cast = MXTensor.to_mx(x.contiguous(), torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    return cast.dequantize(torch.float32)
 
 
 def test_a_config_that_names_a_codec_keeps_it() -> None:
