@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "tests" / "LIBRARY_NAMES.md"
 OLDEST = {"transformers": "5.3.0", "accelerate": "1.1.0", "peft": "0.17.0", "trl": "0.29.0"}
 """Libraries, and the oldest version that is looked into."""
-OF_TORCH = {"_execution_engine", "_parse_to", "_prefix", "_schema"}
-"""Private names of torch's, or of our own, that are words in these libraries as well."""
+OF_TORCH = {"_execution_engine", "_parse_to", "_prefix", "_scale", "_schema"}
+"""Private names of torch's, torchao's, or of our own, that are words in these libraries as well."""
 
 
 class Name(NamedTuple):
