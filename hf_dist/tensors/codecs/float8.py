@@ -47,7 +47,7 @@ class Float8(Codec):
 
 class Float8Products(Float8):
     """The same with scales that are powers of two: digits stay as they are, so products in float8 with such scales round what
-    arrives to the numbers that they would have made of the original (but for elements below 2^-15 of the largest)."""
+    arrives to the numbers that they would have made of the original (but for elements below 2^-13 of the largest)."""
 
     name = "fp8_products"
 
