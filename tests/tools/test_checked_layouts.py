@@ -26,6 +26,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 2},
         "hf_dist": {"wires": {"weights": "int8", "gradients": "int4", "block": 64}},
     },
+    "float8": {"zero_optimization": {"stage": 3}, "hf_dist": {"fp8": {"enabled": True, "recipe": "tensorwise"}}},
+    "float8, experts": {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "hf_dist": {"fp8": {"enabled": True}},
+        "zero_optimization": {"stage": 1},
+    },
     "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}, "zero_optimization": {"stage": 1}},
 }
 CASES = [
@@ -33,8 +39,9 @@ CASES = [
     for family in FAMILIES
     for layout in LAYOUTS
     for half in (False, True)
-    # A tiny expert's width does not divide; only a mixture has experts.
-    if layout != ("matrices" if "moe" in family else "experts")
+    # A tiny expert's width does not divide; only a mixture has experts; float8 is beside bf16.
+    if layout not in (("matrices",) if "moe" in family else ("experts", "float8, experts"))
+    and (half or "float8" not in layout)
 ]
 FEW = [("bert", "matrices", True), ("gpt2", "encoded", True)]
 """What `test_check.py` lacks: half precision with cut matrices, of a class other than decoders; encoded messages."""

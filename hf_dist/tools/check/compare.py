@@ -159,7 +159,7 @@ def compare(
             "products in parts), where that is more"
         )
     if "whole" in alone:
-        notes.append(_of_encoding(expected, alone["whole"]))
+        notes.append(_of_imitated(job, alone["plain"], alone["whole"]))
     if not fp32:
         notes.append(f"one process is {job.precision}, too; allowed is what its distance from fp32 makes likely")
     if TWICE in by_itself:
@@ -178,14 +178,16 @@ def compare(
     return Proof(rows, job.precision, notes, differs, differs_at)
 
 
-def _of_encoding(encoded: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """How far encoded messages take one process."""
+def _of_imitated(job: Job, imitated: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """How far encoded messages and products in float8 take one process."""
     apart = whole["differences"][-1]
     worst = max(apart, key=lambda name: apart[name])
-    loss, norm = (relative(whole[key], encoded[key]) for key in ("losses", "norms"))
+    loss, norm = (relative(whole[key], imitated[key]) for key in ("losses", "norms"))
+    what = "one process encodes its messages, too. " if job.encoding is not None else ""
+    instead = ["sends numbers as they are"] * (job.encoding is not None) + ["multiplies in fp32"] * job.eights
     return (
-        f"one process encodes its messages, too. Against one that sends numbers as they are: loss {loss:.1e}, gradient norm "
-        f"{norm:.1e}, weights after step {len(whole['differences'])} at most {apart[worst]:.1e} ({worst})"
+        f"{what}Against one that {' and '.join(instead)}: loss {loss:.1e}, gradient norm {norm:.1e}, "
+        f"weights after step {len(whole['differences'])} at most {apart[worst]:.1e} ({worst})"
     )
 
 

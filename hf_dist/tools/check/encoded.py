@@ -27,7 +27,7 @@ from hf_dist.sharding.wires import Wires
 from hf_dist.tensors.codecs import Codec
 from hf_dist.tools.check.data import IGNORED, Batch, joined
 
-__all__ = ["Counts", "Encoding", "Messages", "counts_of", "encoding_of"]
+__all__ = ["Counts", "Encoding", "Messages", "counts_of", "encoding_of", "in_fp32"]
 
 Counts = Callable[[Sequence[Batch]], list[int] | None]
 """What each loss of a window is multiplied by, to be divided by their sum; None for losses that are to be added up."""
@@ -82,13 +82,9 @@ def encoding_of(
     if beside:
         what = f"without encoded messages: beside {', '.join(beside)} a message is a part of a gradient or of a hidden state"
         return None, _without(layout), [f"{what}, which one process does not have"]
-    said = []
-    if half := [key for key in _HALF if key in layout]:
-        layout = {key: value for key, value in layout.items() if key not in half}
-        said.append(
-            f"in fp32, without {', '.join(half)}: where messages are encoded, the last bit of a number decides in which step "
-            "of a block it falls"
-        )
+    layout, said = in_fp32(
+        layout, "where messages are encoded, the last bit of a number decides in which step of a block it falls"
+    )
     shards, copies = axes.size("shard"), axes.size("dp_replicate")
     encoding = Encoding(
         replace(wires, machine=wires.machine if 1 < wires.machine < shards else 1),
@@ -100,7 +96,14 @@ def encoding_of(
         gathers_frozen=placements.params is Placement.SHARD,
         every_microbatch=placements.grads is Placement.SHARD,
     )
-    return encoding, dict(layout), said
+    return encoding, layout, said
+
+
+def in_fp32(layout: Mapping[str, Any], why: str) -> tuple[dict[str, Any], list[str]]:
+    """(the layout without half precision, what is to be said of it)."""
+    half = [key for key in _HALF if key in layout]
+    said = [f"in fp32, without {', '.join(half)}: {why}"] if half else []
+    return {key: value for key, value in layout.items() if key not in half}, said
 
 
 def _is_tied(model: nn.Module) -> bool:

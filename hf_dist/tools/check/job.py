@@ -30,6 +30,7 @@ from hf_dist.hf.model_class import (
 from hf_dist.model_config import field, text_config
 from hf_dist.parallel.experts.router_loss import has_coefficient
 from hf_dist.tools.check.data import microbatches
+from hf_dist.tools.check.eights import eights_of
 from hf_dist.tools.check.encoded import Encoding, encoding_of
 
 __all__ = ["Asked", "Job", "prepare"]
@@ -101,6 +102,11 @@ class Job:
         """fp32, bf16 or fp16."""
         return next((name for name in ("bf16", "fp16") if self.layout.get(name, {}).get("enabled")), "fp32")
 
+    @property
+    def eights(self) -> bool:
+        """Whether linear layers multiply in float8."""
+        return "hf_dist" in self.alone
+
     def make_model(self) -> nn.Module:
         """The same model on every call: weights of the folder, in fp32, in training mode, without dropout."""
         cls: Any = model_class(self.class_name)
@@ -155,11 +161,14 @@ def prepare(asked: Asked, folder: Path) -> Job:
     torch.save(batches, folder / "batches.pt")
     layout, left_out = _without_roles(_plain(read, read_config(asked.config).data, micro, accumulation), asked.config)
     said += left_out
+    layout, eights = eights_of(layout, model)
     encoding, layout, changed = encoding_of(layout, model, asked.world)
-    said += changed
+    said += [*eights, *changed]
     optimizer, params = _optimizer(read)
     alone = {key: layout[key] for key in _SAME_PRECISION if key in layout}
     alone["zero_optimization"] = {"stage": 0}
+    if eights:
+        alone["hf_dist"] = {"fp8": layout["hf_dist"]["fp8"]}
     job = Job(
         folder=str(folder),
         class_name=class_name,
@@ -250,7 +259,7 @@ def _plain(read: DistConfig, data: Mapping[str, object], micro: int, accumulatio
     plain["gradient_clipping"] = 1.0 if clip is None or is_auto(clip) else clip
     for key in ("bf16", "fp16"):
         if key in plain and is_auto(plain[key].get("enabled")):
-            plain[key]["enabled"] = False
+            plain[key]["enabled"] = key == "bf16" and read.hf_dist.fp8.enabled  # as --fp8 would
     plain["hf_dist"] = {**plain.get("hf_dist", {}), "save_on_signal": False}
     if is_auto(plain["hf_dist"].get("tiled_loss", "auto")):
         plain["hf_dist"]["tiled_loss"] = True  # as in the Trainer

@@ -67,19 +67,20 @@ def in_one_process(rank: int, world: int, job: Job) -> dict[str, object]:
     """Losses and norms of `steps` + 1 steps. Writes the weights after each of `steps` into the job's folder.
 
     `plain`: the stock Trainer in fp32, all rows of a step in one batch; if messages are encoded, microbatch by microbatch, and
-    they are here, too. Then `whole`: without that, with its distance from `plain`. If the precision is not fp32, `same`: one
-    process in the precision of the config, with its distance from `plain`; and `routed`: names of tensors beside routers.
+    they are here, too; and so are products in float8. Then `whole`: without these, with its distance from `plain`. If the
+    precision is not fp32, `same`: one process in the precision of the config, with its distance from `plain`; and `routed`:
+    names of tensors beside routers.
     `itself`: what differs without a layout.
     """
     _leave_job()
     result: dict[str, Any] = {"itself": itself(job.make_model(), job.batches())}
     result["plain"] = Training(job, job.steps + 1, look=_looks_at(job, [], keep="plain"))(_output(job))
     outputs.keep(result["plain"].pop("outputs"), _outputs_file(job, "plain"))
-    if job.encoding is not None:
+    if job.encoding is not None or job.eights:
         AcceleratorState._reset_state(reset_partial_state=True)  # of the process before
         apart: list[Differences] = []
         look = _looks_at(job, apart, reference="plain")
-        result["whole"] = Training(job, job.steps, look=look, evaluates=False, encodes=False)(_output(job))
+        result["whole"] = Training(job, job.steps, look=look, evaluates=False, imitates=False)(_output(job))
         result["whole"]["differences"] = apart
     if job.precision != "fp32":
         AcceleratorState._reset_state(reset_partial_state=True)  # of the process before

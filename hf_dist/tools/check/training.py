@@ -19,6 +19,7 @@ from hf_dist.hf.args import DistTrainingArguments
 from hf_dist.hf.trainer import DistTrainer
 from hf_dist.model_config import field, text_config
 from hf_dist.tools.check.data import Batch, joined
+from hf_dist.tools.check.eights import multiply_in_float8
 from hf_dist.tools.check.encoded import Counts, Messages, counts_of
 from hf_dist.tools.check.job import Job
 from hf_dist.tools.check.outputs import Outputs, few_rows, predicted
@@ -48,8 +49,8 @@ class Training:
     """Those of the model's outputs, which a process tells that has the whole model."""
     draw: int = 0
     """If not 0, the number of another draw of the run's rounding (`rounding.py`)."""
-    encodes: bool = True
-    """Whether one process encodes what the layout does; else it trains as if numbers travelled as they are."""
+    imitates: bool = True
+    """Whether one process encodes messages and multiplies in float8 as the layout does; else it trains as if nothing did."""
 
     def __call__(self, folder: str, resume: str = "") -> dict[str, Any]:
         """Train from the start or from a checkpoint: `losses` and `norms` of its steps, how many were `skipped`, and at the
@@ -58,11 +59,13 @@ class Training:
         model = self.job.make_model()
         if self.draw:
             moved(model, self.draw)
+        if self.config is None and self.job.eights and self.imitates:
+            multiply_in_float8(model, self.job.alone)
         optimizer = self.job.make_optimizer(model)
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         looks = _Looks(self)
         made: Any = _Stock if self.config is None else _Ours
-        if self._imitates:
+        if self._encodes:
             made = _Encoded
         trainer = made(
             model=model,
@@ -74,7 +77,7 @@ class Training:
             callbacks=[looks],
         )
         trainer.remove_callback(PrinterCallback)
-        if self.job.encoding is not None and self._imitates:
+        if self.job.encoding is not None and self._encodes:
             batches, number = self.job.batches(), self.job.window
             trainer.messages = Messages(model, self.job.encoding)
             trainer.windows = [batches[i : i + number] for i in range(0, len(batches), number)]
@@ -99,13 +102,13 @@ class Training:
         }
 
     @property
-    def _imitates(self) -> bool:
-        return self.config is None and self.job.encoding is not None and self.encodes
+    def _encodes(self) -> bool:
+        return self.config is None and self.job.encoding is not None and self.imitates
 
     def _rows(self) -> list[Batch]:
         batches = self.job.batches()
         # A message is of one microbatch: rows of another one would make it another message.
-        rows, step = rows_of(batches), len(rows_of(batches[:1])) * (1 if self._imitates else self.job.window)
+        rows, step = rows_of(batches), len(rows_of(batches[:1])) * (1 if self._encodes else self.job.window)
         return in_another_order(rows, step, self.draw) if self.draw else rows
 
     def _arguments(self, folder: str) -> object:
@@ -122,7 +125,7 @@ class Training:
         )
         common |= dict(save_strategy="steps" if self.save_at else "no", save_steps=self.save_at or 1)
         if self.config is None:
-            rows, parts = whole_step(self.job, one_batch=not self._imitates)
+            rows, parts = whole_step(self.job, one_batch=not self._encodes)
             return TrainingArguments(
                 folder, per_device_train_batch_size=rows, gradient_accumulation_steps=parts, **common
             )
