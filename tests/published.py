@@ -33,16 +33,13 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 AUTOMODEL = "NeMo AutoModel 26.04, docs/performance-summary.md, DGX-H100"
 CORE = "Megatron-Core, megatron/core/transformer/moe/README.md"
 BRIDGE = "Megatron-Bridge 25.11, docs/performance-summary.md"
-FP8 = Hardware(flops=800e12)
-"""Jobs in FP8: the products take about half the time, everything else is as in bf16."""
 HBM2E = Hardware(memory=1.86e12)
 """torchtitan's H100: 2.4 TB/s, and the same share of the data sheet as of the others' 3.35."""
-HBM2E_FP8 = replace(HBM2E, flops=FP8.flops)
 GB200 = Hardware(flops=1100e12, memory=6.5e12, inside=700e9, between=50e9, ranks_per_machine=64)
 """The same share of the data sheet as the speeds taken for an H100."""
 PARTS = ("recomputation", "tp", "cp", "ep", "weights", "bubble")
 """Parts of a step that are left out."""
-CONSTANTS = ("flops", "memory", "inside", "between", "latency")
+CONSTANTS = ("flops", "float8", "memory", "inside", "between", "latency")
 """Of `Hardware`: all that the model of time is free to choose."""
 
 
@@ -66,23 +63,28 @@ class Published:
     fused: bool = True
     """Whether its blocks were compiled, or written in fused kernels."""
 
+    @property
+    def fp8(self) -> dict[str, Any]:
+        """`hf_dist.fp8`: linear layers multiply in float8, with a scale per tensor; stacked experts and attention in bf16."""
+        return {"enabled": True, "recipe": "tensorwise"} if "(FP8)" in self.speed else {}
+
 
 def _bridge(model: str, ranks: int, rows: int, seq: int, sizes: dict[str, int], speed: str, micro: int) -> Published:
     """On DGX-H100 in FP8. The recipes (`scripts/performance/configs` of 25.11) name no recomputation."""
     ran = {"micro": micro, "recomputed": "nothing"}
-    return Published(model, ranks, rows, seq, 80, sizes, f"{speed} (FP8)", f"{BRIDGE}, DGX-H100", FP8, ran)
+    return Published(model, ranks, rows, seq, 80, sizes, f"{speed} (FP8)", f"{BRIDGE}, DGX-H100", ran=ran)
 
 
 OPS, ALL = {"micro": 2, "recomputed": "selective"}, {"recomputed": "blocks"}
 JOBS = {
     "8b-8": Published("8b", 8, 16, 8192, 96, {}, "5762", TITAN, HBM2E, OPS, fused=False),
     "8b-8-compiled": Published("8b", 8, 16, 8192, 96, {}, "6667", TITAN, HBM2E, OPS),
-    "8b-8-fp8": Published("8b", 8, 16, 8192, 96, {}, "8532 (FP8)", TITAN, HBM2E_FP8, OPS),
+    "8b-8-fp8": Published("8b", 8, 16, 8192, 96, {}, "8532 (FP8)", TITAN, HBM2E, OPS),
     "8b-128": Published("8b", 128, 256, 8192, 96, {}, "5605", TITAN, HBM2E, OPS, fused=False),
-    "8b-8-long": Published("8b", 8, 1, 262144, 96, {"cp": 8}, "548 (FP8)", TITAN, HBM2E_FP8, ALL),
+    "8b-8-long": Published("8b", 8, 1, 262144, 96, {"cp": 8}, "548 (FP8)", TITAN, HBM2E, ALL),
     # With asynchronous tp 876. Microbatches had 16 rows; the search goes up to 8.
-    "70b-256": Published("70b", 256, 512, 8192, 96, {"tp": 8}, "829 (FP8)", TITAN, HBM2E_FP8, {**ALL, "micro": 8}),
-    "405b-512": Published("405b", 512, 256, 8192, 96, {"tp": 8, "pp": 8}, "128 (FP8)", TITAN, HBM2E_FP8, ALL),
+    "70b-256": Published("70b", 256, 512, 8192, 96, {"tp": 8}, "829 (FP8)", TITAN, HBM2E, {**ALL, "micro": 8}),
+    "405b-512": Published("405b", 512, 256, 8192, 96, {"tp": 8, "pp": 8}, "128 (FP8)", TITAN, HBM2E, ALL),
     "405b-1024-bridge": _bridge("405b", 1024, 512, 8192, {"tp": 8, "pp": 8, "cp": 2}, "292", 1),
     "8b-8-bridge": _bridge("8b", 8, 128, 8192, {}, "14451", 1),
     "70b-64-bridge": _bridge("70b", 64, 128, 8192, {"tp": 4, "pp": 8}, "1602", 1),
@@ -125,7 +127,8 @@ def search_of(job: Published, between: float | None = None) -> Search:
     """
     hardware = job.hardware if between is None else replace(job.hardware, between=1e9 * between)
     model = model_of(job.model)
-    data = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "hf_dist": {"tiled_loss": True}}
+    data: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    data["hf_dist"] = {"tiled_loss": True, "fp8": job.fp8}
     width = model.config.hidden_size
     config = resolve_without_trainer(load_config(data), data_ranks=1, hidden_size=width, on_gpu=True)
     wanted = Wanted(job.ranks, job.rows, job.seq, hardware.ranks_per_machine)

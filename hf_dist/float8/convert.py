@@ -26,7 +26,7 @@ from hf_dist.float8.recipe import (
 )
 from hf_dist.float8.stacks import become_float8_stack
 
-__all__ = ["choose_layers", "convert"]
+__all__ = ["choose_layers", "convert", "planned_layers"]
 
 
 def choose_layers(
@@ -37,12 +37,20 @@ def choose_layers(
     `experts`: numbers of experts of its mixtures. Raises `ConfigError` without torchao, on a device that cannot, for an
     unknown name in `skip`, or if no layer is left.
     """
+    if config.hf_dist.fp8.enabled:
+        refuse_hardware(config, device)
+        refuse_precision(config)
+        recipe_of(config)
+    return planned_layers(model, config, experts, device)
+
+
+def planned_layers(
+    model: nn.Module, config: DistConfig, experts: Collection[int] = (), device: torch.device | None = None
+) -> Choice | None:
+    """The same for a plan, without torchao. `model` may be on meta; `device`: None for a GPU that has all kernels."""
     section = config.hf_dist.fp8
     if not section.enabled:
         return None
-    refuse_hardware(config, device)
-    refuse_precision(config)
-    recipe_of(config)
     choice = choose(model, experts=experts, skip=section.skip, kernels=kernels_of(config, device))
     for name in section.skip:
         if not any(named(path, name) for path, _ in model.named_modules()):

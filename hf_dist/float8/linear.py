@@ -19,7 +19,7 @@ from hf_dist.float8.casts import Kept
 from hf_dist.float8.product import prepare_product, product
 from hf_dist.float8.stacks import is_float8_stack
 
-__all__ = ["become_float8", "is_float8", "is_linear", "plain"]
+__all__ = ["become_float8", "is_float8", "is_linear", "make_plain", "plain"]
 
 _PREFIX = "Float8"
 _SET = ("config", "linear_mm_config")
@@ -92,12 +92,18 @@ def _transposed(cls: Any) -> type:
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
     """Inside, converted layers of `model` multiply as they did before, for what looks at a model's structure. Local."""
-    kinds = (is_float8, is_mxfp8, is_float8_stack)
-    found = {module: type(module) for module in model.modules() if any(is_one(module) for is_one in kinds)}
-    for module, kind in found.items():
-        _change(module, nn.Linear if isinstance(module, nn.Linear) else kind.__mro__[1])
+    found = make_plain(model)
     try:
         yield
     finally:
         for module, kind in found.items():
             _change(module, kind)
+
+
+def make_plain(model: nn.Module) -> dict[nn.Module, type]:
+    """Give converted layers of `model` their stock classes; returns those that they had. Local."""
+    kinds = (is_float8, is_mxfp8, is_float8_stack)
+    found = {module: type(module) for module in model.modules() if any(is_one(module) for is_one in kinds)}
+    for module, kind in found.items():
+        _change(module, nn.Linear if isinstance(module, nn.Linear) else kind.__mro__[1])
+    return found

@@ -19,6 +19,7 @@ from hf_dist.memory.activation.checkpoint import asks_for_checkpointing
 from hf_dist.memory.activation.host_copies import NUM_KEPT
 from hf_dist.memory.loss.chunks import loss_nbytes
 from hf_dist.memory.loss.tiles import TILE_BYTES, saves_memory
+from hf_dist.planning.eights import NO_EIGHTS, Eights
 from hf_dist.planning.sliced import Crossed, EarlySum
 
 _PLAIN_LOSS_NBYTES = 12
@@ -57,6 +58,10 @@ class Work:
     """Collectives over `tp`."""
     again: Crossed = field(default_factory=dict)
     """The collectives that recomputation repeats: it stops where the last tensor was saved."""
+    eights: Eights = NO_EIGHTS
+    """The part of the operations that multiplies in float8, if the config asks for it."""
+    experts: Eights = NO_EIGHTS
+    """The same of stacked experts."""
     early: list[EarlySum] = field(default_factory=list)
     """Sums of backward that may begin before weight gradients are computed (`tensor_parallel.tp_overlap_comm`)."""
 
@@ -127,6 +132,17 @@ class Activations:
     """Work of the forward outside the blocks."""
     backward: Crossed = field(default_factory=dict)
     """Collectives over `tp` of the whole backward, without those of recomputed blocks."""
+
+    @property
+    def flops(self) -> int:
+        """Operations of the whole forward."""
+        return sum(block.work.flops for block in self.blocks) + self.rest.flops
+
+    @property
+    def share_in_float8(self) -> float:
+        """Of these operations."""
+        works = [self.rest, *(block.work for block in self.blocks)]
+        return sum(work.eights.flops + work.experts.flops for work in works) / max(1, self.flops)
 
     def kept(self, config: DistConfig, checkpointing: bool = False, paths: frozenset[str] | None = None) -> Kept:
         """Bytes kept under `config`. `checkpointing`: set by the Trainer's argument. `paths`: blocks of a pipeline stage."""

@@ -16,6 +16,21 @@ class Hardware:
 
     flops: float = 450e12
     """FLOP of matrix products in half precision, as training achieves them."""
+    float8: float = 800e12
+    """FLOP of matrix products in float8, with a scale per tensor.
+
+    Source: torchtitan's steps of Llama-3 8B on 8 H100, compiled (`benchmarks/llama3_h100_202412_torchtitan.md`): 6,667 tokens
+    per second and GPU in bf16, 8,532 in float8, so 0.54 s of 2.46 s are saved for 16,384 tokens. Casts (`eights.py`) add 0.15 s
+    at 1.86 TB/s: the products save 0.69 s. They are 6.9e14 FLOP, 1.53 s at `flops`, which leaves 0.84 s: 820 TFLOP/s. If every
+    second product of forward runs again, as its checkpointing may let it, they are 8.0e14 FLOP, and 730 TFLOP/s. From 6,150 and
+    7,690 tokens per second and GPU (torchao's README of float8) in the same way: 840 and 750 TFLOP/s.
+    """
+    float8_rows: float = 550e12
+    """The same with a scale per row, which only products of forward have.
+
+    Source: in the same way from 6,150 and 6,768 tokens per second and GPU for 8,192 tokens (torchao's README of float8), with
+    `float8` for products of backward: 520 to 570 TFLOP/s.
+    """
     memory: float = 2.6e12
     """Bytes that kernels read and write."""
     inside: float = 300e9

@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hf_dist.config import DistConfig, axes_of, settled
+from hf_dist.config.sections import Fp8Config
 from hf_dist.dist.axes import RANKS_PER_MACHINE, Axes
 from hf_dist.errors import HfDistError
+from hf_dist.float8.casts import keeps_casts
+from hf_dist.float8.convert import planned_layers
 from hf_dist.memory.activation.checkpoint import asks_for_checkpointing
 from hf_dist.parallel.experts.spread import expert_counts
 from hf_dist.parallel.local_sgd.outer import num_outer_states
@@ -23,8 +26,11 @@ from hf_dist.parallel.sequence.ring_plan import masked_nbytes
 from hf_dist.parallel.sequence.split import heads_of
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic, state_traffic
+from hf_dist.planning.describe_eights import eights_line
+from hf_dist.planning.eights import IN_BF16
 from hf_dist.planning.expert_traffic import ExpertTraffic, advice, choices
 from hf_dist.planning.forms import form_lines
+from hf_dist.planning.hardware import Hardware
 from hf_dist.planning.layer_traffic import layer_traffic
 from hf_dist.planning.memory_plan import MemoryPlan
 from hf_dist.planning.pipeline_rank import PipelineRank, cut_rank
@@ -32,9 +38,10 @@ from hf_dist.planning.recorder import measure_activations, text_batch
 from hf_dist.planning.residency import budget_nbytes, keep_within
 from hf_dist.planning.sliced import Sliced, merged, sliced
 from hf_dist.planning.state_bytes import States
+from hf_dist.planning.step_time import Sum
 from hf_dist.sharding.group_axes import pieces_of
 from hf_dist.sharding.param_slice import cut_along
-from hf_dist.sharding.placement import placements_for
+from hf_dist.sharding.placement import Placement, placements_for
 
 _FEW_TOKENS = 32
 
@@ -74,7 +81,7 @@ class Planner:
         self.device = device
         self.beside = beside
         self._num_experts = expert_counts(model)
-        self._measured: dict[tuple[int, int, str, int, int], Activations | str] = {}
+        self._measured: dict[object, Activations | str] = {}
         self._cut: dict[object, Sliced] = {}
         self._splits: dict[object, PlannedSplit] = {}
 
@@ -167,6 +174,26 @@ class Planner:
         rows, tokens = self._expert_rows(config)
         return advice(rows, self._axes(config).size("ep"), tokens)
 
+    def eights_lines(self, config: DistConfig) -> list[str]:
+        """Which layers multiply in float8, and what that saves of a microbatch of all layers; empty without them."""
+        choice, found = planned_layers(self.model, config, self._num_experts), self.activations(config)
+        if choice is None or isinstance(found, str):
+            return choice.rows() if choice is not None else []
+        keeps = keeps_casts(config) and placements_for(config).params is not Placement.SHARD
+        number = settled(config.gradient_accumulation_steps) or 1
+        on = self.workload.checkpointing or asks_for_checkpointing(config)[0]
+        again = "selective" if config.activation_checkpointing.selective else "blocks" if on else "nothing"
+
+        def seconds(fp8: Fp8Config, *, fused: bool) -> float:
+            work = Sum.of(found, again, Hardware(), fused=fused, fp8=fp8, keeps=keeps)
+            return work.forward + work.backward + work.again + work.window / number
+
+        fp8, compiled = config.hf_dist.fp8, config.compile.enabled
+        may_compile = not compiled and config.pipeline.stages == config.tensor_parallel.autotp_size == 1
+        fused = seconds(fp8, fused=True) if may_compile else None
+        times = seconds(fp8, fused=compiled), seconds(IN_BF16, fused=compiled)
+        return [*choice.rows(), eights_line("a microbatch", found.share_in_float8, *times, fused)]
+
     def form_lines(self, config: DistConfig, plan: MemoryPlan) -> list[str]:
         """Which messages are encoded; empty if none is."""
         return form_lines(plan.states, self._axes(config))
@@ -218,7 +245,8 @@ class Planner:
         seq = -(-self.workload.seq // config.sequence_parallel_size)
         slices = self.slices(config)
         ep = self._axes(config).size("ep") if exchanges else 1
-        key = (micro, seq, config.dtype, id(slices), ep)
+        fp8 = config.hf_dist.fp8
+        key = (micro, seq, config.dtype, id(slices), ep, fp8.skip if fp8.enabled else None)
         if key not in self._measured:
             try:
                 args, batch = self.workload.arguments or ((), text_batch(self.model, micro, seq))

@@ -18,12 +18,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_dist.config import DistConfig
+from hf_dist.float8.choice import Choice
+from hf_dist.float8.convert import planned_layers
+from hf_dist.float8.stacks import matrices_of
 from hf_dist.memory.activation.checkpoint import is_block, keep_costly
 from hf_dist.memory.activation.tiled_mlp import mlps_of
 from hf_dist.parallel.experts.exchange import EvenExchange
-from hf_dist.parallel.experts.spread import find_experts
+from hf_dist.parallel.experts.spread import expert_counts, find_experts
 from hf_dist.parallel.pipeline.meta import PRODUCTS, MetaTrace, meta_twin, on_meta, to_meta
 from hf_dist.planning.activations import Activations, AttentionCall, Block, Work
+from hf_dist.planning.eights import Eights, total
 from hf_dist.planning.fused import FusedKernels
 from hf_dist.planning.sliced import MetaPeers, Sliced, crossed_backward
 from hf_dist.sharding.precision import precision_for
@@ -68,6 +72,7 @@ def measure_activations(
         if hasattr(module, "gradient_checkpointing"):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
     model.train()
+    choice = planned_layers(model, config, expert_counts(model))  # by the experts' own implementation
     _group_experts(model)
     for experts in find_experts(model).values() if ep > 1 else ():
         experts.__dict__["forward"] = EvenExchange(experts, ep)
@@ -76,6 +81,8 @@ def measure_activations(
         list(model.parameters()), read=lambda p: frozenset(), decide=lambda s: None, drawn=lambda: frozenset()
     )
     recorder = _Recorder(model, trace, peers)
+    if choice is not None:
+        recorder.watch_eights(choice.of_slices())
     arguments, named = to_meta((tuple(args), dict(batch)))
     recorder.ignore((arguments, named))
     with (
@@ -147,6 +154,8 @@ class _Recorder(TorchDispatchMode):
             self.found.learns = weight.requires_grad
             self.found.cuts_vocabulary = peers is not None and peers.cuts_vocabulary
             head.register_forward_hook(self._after_head)
+        self._cast: int | None = None  # number of the input that was cast to float8 last
+        self._before_stacks = 0  # flops
         self._mlp: int | None = None  # number of the input of the running MLP
         for module in mlps_of(model):
             module.register_forward_pre_hook(self._enter_mlp)
@@ -174,7 +183,7 @@ class _Recorder(TorchDispatchMode):
             if self.found.blocks:  # it was no end
                 self.found.outside += self.found.after
                 self.found.after = self.found.largest_after = 0
-            self._input = None
+            self._input = self._cast = None
             self._before = self._trace.flops
             self._send_from(self._block.work)
             self.found.blocks.append(self._block)
@@ -210,6 +219,32 @@ class _Recorder(TorchDispatchMode):
         work.attention.append(AttentionCall(rows, length, heads, key.shape[1], widths, query.element_size(), flops))
         self._trace.flops += flops
         work.fused += self._kernels.product([query, key, value], [out])
+
+    def watch_eights(self, choice: Choice) -> None:
+        """Count the products of these layers and stacked experts."""
+        for layer in choice.chosen.values():
+            layer.register_forward_hook(self._after_layer)
+        for experts in choice.stacks.values():
+            experts.register_forward_pre_hook(self._before_experts)
+            experts.register_forward_hook(self._after_experts)
+
+    def _after_layer(self, layer: nn.Module, args: Any, output: object) -> None:
+        x: torch.Tensor = args[0]
+        weight: Any = layer.weight
+        outputs = x.numel() // x.shape[-1] * weight.numel() // x.shape[-1]
+        is_new, self._cast = self._number(x) != self._cast, self._number(x)
+        more = Eights(2 * x.shape[-1] * outputs, x.numel(), x.numel() if is_new else 0, weight.numel(), outputs)
+        self._work.eights = total([self._work.eights, more])
+
+    def _before_experts(self, experts: nn.Module, args: object) -> None:
+        self._before_stacks = self._trace.flops
+
+    def _after_experts(self, experts: nn.Module, args: object, output: object) -> None:
+        flops, stacks = self._trace.flops - self._before_stacks, list(matrices_of(experts).values())
+        rows = flops // max(1, sum(2 * stack.shape[1] * stack.shape[2] for stack in stacks))  # of all experts together
+        inputs, outputs = (rows * sum(stack.shape[dim] for stack in stacks) for dim in (2, 1))
+        more = Eights(flops, inputs, inputs, sum(stack.numel() for stack in stacks), outputs)
+        self._work.experts = total([self._work.experts, more])
 
     def _enter_mlp(self, module: nn.Module, args: Any) -> None:
         self._mlp = self._number(args[0]) if args and isinstance(args[0], torch.Tensor) else None

@@ -22,9 +22,18 @@ def rescaled(found: Activations, measured: int, *, rows: int, own: int, whole: i
         inside = sum(call.flops for call in of.attention)
         calls = [replace(call, rows=rows, length=own, flops=round(attention * call.flops)) for call in of.attention]
         flops = round(factor * (of.flops - inside) + attention * inside)
-        early = [EarlySum(round(factor * each.nbytes), round(factor * each.flops)) for each in of.early]
+        early = [EarlySum(*(round(factor * number) for number in each)) for each in of.early]
         moved = round(factor * of.moved), round(factor * of.fused)
-        return Work(flops, *moved, calls, crossed(of.crossed), crossed(of.again), early)
+        return Work(
+            flops,
+            *moved,
+            calls,
+            crossed(of.crossed),
+            crossed(of.again),
+            of.eights.scaled(factor),
+            of.experts.scaled(factor),
+            early,
+        )
 
     def block(of: Block) -> Block:
         names = ("input", "saved", "saved_input", "largest", "costly", "mlp")

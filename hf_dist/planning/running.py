@@ -10,6 +10,7 @@ from torch import nn
 from hf_dist.config import BatchSizes, DistConfig
 from hf_dist.dist.host_info import free_nbytes
 from hf_dist.dist.mesh import ParallelMesh
+from hf_dist.float8.linear import make_plain
 from hf_dist.parallel.pipeline.meta import meta_twin
 from hf_dist.planning.overhead import WORKSPACES
 from hf_dist.planning.planner import Planner, Workload
@@ -60,6 +61,7 @@ def planner_for(engine: Running, micro: int, seq: int, *arguments: object) -> Pl
         whole = meta_twin(engine.sharded.whole)
     for twin, param in zip(whole.parameters(), engine.sharded.whole.parameters(), strict=True):
         mark_cut(twin, param)
+    make_plain(whole)  # the plan chooses layers for float8, as the engine did
     return _planner(engine, whole, micro, seq, arguments or None)
 
 

@@ -21,12 +21,15 @@ from hf_dist.config import DistConfig
 from hf_dist.config.refusals import refused
 from hf_dist.dist.axes import Axes
 from hf_dist.errors import HfDistError, ModelError
+from hf_dist.float8.casts import keeps_casts
+from hf_dist.float8.convert import planned_layers
 from hf_dist.model_config import field, text_config, values
 from hf_dist.parallel.experts.spread import expert_counts, expert_slices
 from hf_dist.parallel.local_sgd.outer import num_outer_states
 from hf_dist.parallel.sequence.split import heads_of
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic, state_traffic
+from hf_dist.planning.describe_eights import eights_line
 from hf_dist.planning.equal_stages import bubble, equal_rank
 from hf_dist.planning.expert_traffic import choices
 from hf_dist.planning.found import Found
@@ -43,7 +46,7 @@ from hf_dist.planning.step_time import StepTime, Sum, step_time
 from hf_dist.sharding.group_axes import pieces_of
 from hf_dist.sharding.placement import Placement, Stay
 from hf_dist.sharding.units import find_unit_modules
-from hf_dist.sharding.wires import wires_for
+from hf_dist.sharding.wires import codec_of_products, wires_for
 from hf_dist.tensors.codecs import Codec
 
 __all__ = ["MOST_TRIED_OF_AXIS", "Search"]
@@ -75,6 +78,8 @@ class Search:
         """`model` may be on meta; `config`: resolved, for everything that a layout does not decide; `fused`: whether blocks are
         taken to be compiled, by default as `config` says."""
         self.fused = config.compile.enabled if fused is None else fused
+        self.fp8 = config.hf_dist.fp8
+        self.eights = planned_layers(model, config, expert_counts(model))
         self.model, self.config, self.wanted, self.limits, self.hardware = model, config, wanted, limits, hardware
         self.beside = beside
         self.planner = Planner(model, wanted.ranks, Workload(1, min(_TOKENS, wanted.seq)))
@@ -157,9 +162,28 @@ class Search:
         """The same layout on other hardware."""
         other = copy.copy(self)
         other.hardware = hardware
+        return other._timed(found)
+
+    def in_bf16(self, found: Found) -> Found:
+        """The same layout without products in float8, and without their gathers."""
+        other = copy.copy(self)
+        other.config = self.config.replaced({"hf_dist.fp8.enabled": (False, "plan")})
+        other.fp8, other.eights, other._states = other.config.hf_dist.fp8, None, {}
+        return other._timed(found)
+
+    def eights_lines(self, found: Found) -> list[str]:
+        """What products in float8 save of a step of `found`; empty without them."""
+        if self.eights is None:
+            return []
+        share = self._activations(_alike(found.layout), exchanges=False).share_in_float8
+        line = eights_line("the first one's step", share, found.time.seconds, self.in_bf16(found).time.seconds)
+        return [*self.eights.rows(), line]
+
+    def _timed(self, found: Found) -> Found:
+        """The same layout, timed as this search does."""
         names = self._rank(found.layout.pp, found.layout.virtual, 0, found.layout.microbatches).names
         states = self._states_of(found.layout, found.layout.of(self.config), 0, names)
-        return replace(found, time=other._time(found.layout, states))
+        return replace(found, time=self._time(found.layout, states))
 
     @property
     def _tokens(self) -> int:
@@ -226,7 +250,8 @@ class Search:
         """Uses the first stage's exact `states` if given, otherwise the number of parameters."""
         config = layout.of(self.config)
         axes = self._axes(layout)
-        microbatch = self._microbatch(_alike(layout))
+        stays = layout.placements.params is not Placement.SHARD or layout.placements.stay is Stay.WINDOW
+        microbatch = self._microbatch(_alike(layout), stays and keeps_casts(config))
         if states is not None:
             axes = states.in_blocks(axes)
         weights = self._rough_traffic(layout) if states is None else state_traffic(states.with_config(config), axes)
@@ -246,14 +271,15 @@ class Search:
         )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - a search lives as long as the command
-    def _microbatch(self, alike: Layout) -> _Microbatch:
-        """The cost of a microbatch on one rank in all layers; see `_alike`."""
+    def _microbatch(self, alike: Layout, keeps: bool = False) -> _Microbatch:
+        """The cost of a microbatch on one rank in all layers; see `_alike`. `keeps`: a window casts weights once."""
         found, config = self._activations(alike, exchanges=False), alike.of(self.config)
         one = replace(alike, pp=1)
         traffic = layer_traffic(found, self._axes(one), config, microbatches=1, layout=self.planner.layout(config))
         hidden = max(block.input for block in found.blocks)
-        work = Sum.of(found, alike.recomputed, self.hardware, fused=self.fused)
-        early = Counter(each for block in found.blocks for each in block.work.early)
+        work = Sum.of(found, alike.recomputed, self.hardware, fused=self.fused, fp8=self.fp8, keeps=keeps)
+        # Products in float8 do not overlap (`parallel/tensor_on_shards.py`).
+        early = Counter(each for block in found.blocks for each in block.work.early if not self.fp8.enabled)
         return _Microbatch(work, traffic, found.kept(config).device, hidden, len(found.blocks), early)
 
     def _layer_traffic(self, layout: Layout, microbatch: _Microbatch) -> Traffic:
@@ -289,7 +315,7 @@ class Search:
         whole = 1 if layout.placements.optim is Placement.SHARD else 2
         traffic: Traffic = {
             "shard": {
-                "all_gather": (calls * gathers, gathers * _sent(wires.weights, once, 2)),
+                "all_gather": (calls * gathers, gathers * self._gathered(once)),
                 "reduce_scatter": (calls * reductions, whole * reductions * _sent(wires.gradients, once, 4)),
             }
         }
@@ -305,6 +331,15 @@ class Search:
             else:
                 traffic["dp_replicate"] = {"all_reduce": (calls // every, 2 * _sent(wires.copies, once, 4) // every)}
         return traffic
+
+    def _gathered(self, numel: int) -> int:
+        """Bytes of as many weights of the model as they are gathered."""
+        weights, products = wires_for(self.config).weights, codec_of_products(self.config)
+        if self.eights is None or products is None or weights is not None:
+            return _sent(weights, numel, 2)
+        own = sum(self.model.get_parameter(name).numel() for name in self.eights.weights)
+        share = round(numel * own / (self._dense + self._experts))
+        return products.nbytes(share) + 2 * (numel - share)
 
     # ----------------------------------------------------------------- memory
 

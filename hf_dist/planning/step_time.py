@@ -1,7 +1,7 @@
 """The duration of a step under a layout, part by part, from counted operations and bytes and rough speeds.
 
     compute        matrix products and attention of forward and backward; memory that all other kernels read and write, each by
-                   itself, or those between two products as one (compiled blocks)
+                   itself, or those between two products as one (compiled blocks); in float8 (`eights.py`) the casts as well
     recomputation  the same for recomputed blocks
     tp, cp, ep     activations sent while nothing else runs; sums of backward over tp begin before the weight gradients
     weights        gathers that forward does not hide, reductions (stage 3: and gathers) that backward does not hide; the ends
@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hf_dist.config.sections import Fp8Config
 from hf_dist.dist.axes import HOPS, NEIGHBOURS, Axes
 from hf_dist.planning.activations import Activations
 from hf_dist.planning.comm_volume import Traffic
+from hf_dist.planning.eights import IN_BF16, Cost, Eights, total
 from hf_dist.planning.hardware import Hardware, link_of
 from hf_dist.planning.layouts import Layout
 from hf_dist.planning.sliced import Crossed, EarlySum
@@ -49,15 +51,29 @@ class Sum:
     """What one rank computes in a microbatch."""
 
     forward: float
-    """Seconds of a forward; backward takes twice that."""
+    """Seconds of a forward."""
+    backward: float
+    """Seconds of a backward, without what runs again: twice a forward in bf16."""
     again: float
     """Seconds of recomputed blocks."""
+    window: float = 0.0
+    """Seconds of what a window computes once: casts of weights to float8."""
 
     @classmethod
-    def of(cls, found: Activations, recomputed: str, hardware: Hardware, *, fused: bool = False) -> Sum:
+    def of(
+        cls,
+        found: Activations,
+        recomputed: str,
+        hardware: Hardware,
+        *,
+        fused: bool = False,
+        fp8: Fp8Config = IN_BF16,
+        keeps: bool = False,
+    ) -> Sum:
         """`found`: the whole model, on one rank of `tp` and `cp`; `recomputed`: one of `layouts.RECOMPUTED`.
 
-        `fused`: blocks are compiled.
+        `fused`: blocks are compiled; `fp8`: whether and how linear layers multiply in float8; `keeps`: a window casts
+        weights once.
         """
         of_blocks = "fused" if fused else "moved"
         products, moved = (sum(getattr(block.work, name) for block in found.blocks) for name in ("flops", of_blocks))
@@ -66,11 +82,37 @@ class Sum:
         again = 0.0 if recomputed == "nothing" else moved / hardware.memory
         if recomputed == "blocks":
             again += products / hardware.flops
-        return cls(forward, again)
+        bf16 = cls(forward, 2 * forward, again)
+        cost = Cost.of(fp8, hardware, fused=fused, keeps=keeps)
+        if cost is None:
+            return bf16
+        works = [block.work for block in found.blocks]
+        with_layers = bf16._in_float8(cost, total(w.eights for w in works), found.rest.eights, recomputed)
+        experts = total(w.experts for w in works)
+        return with_layers._in_float8(Cost.of_experts(hardware), experts, found.rest.experts, recomputed)
+
+    def _in_float8(self, cost: Cost, blocks: Eights, rest: Eights, recomputed: str) -> Sum:
+        """The same if these products of blocks, and of the rest, are in float8 instead of bf16."""
+        whole, rate = total([blocks, rest]), cost.hardware.flops
+        again = self.again
+        if recomputed == "blocks":
+            again += cost.forward(blocks) - blocks.flops / rate
+        elif (
+            recomputed == "selective" and not cost.fused
+        ):  # the product is kept, and the kernels before it run all the same
+            again += cost.casting(blocks)
+        return Sum(
+            self.forward + cost.forward(whole) - whole.flops / rate,
+            self.backward + cost.backward(whole) - 2 * whole.flops / rate,
+            again,
+            self.window + cost.window(whole),
+        )
 
     def shared(self, stages: int) -> Sum:
         """The computation of one of `stages` equal stages."""
-        return Sum(self.forward / stages, self.again / stages)
+        seconds = (self.forward, self.backward, self.again)
+        forward, backward, again = (each / stages for each in seconds)
+        return Sum(forward, backward, again, self.window / stages)
 
 
 @dataclass(frozen=True)
@@ -128,7 +170,7 @@ def step_time(
         for one, count in (early or {}).items()
     )
     number = layout.microbatches
-    compute = (3 * work.forward + _GRADIENT_NBYTES * numel / hardware.memory) * number
+    compute = (work.forward + work.backward + _GRADIENT_NBYTES * numel / hardware.memory) * number + work.window
     again = work.again * number
     pieces = layout.dp_replicate if layout.over else 1
     stepped = numel // (layout.dp_shard * layout.cp * pieces if layout.placements.optim is Placement.SHARD else 1)
@@ -216,7 +258,7 @@ def _exposed(layout: Layout, sends: _Sends, work: Sum, ends: float, optimizer: f
     reduction = sends.reductions / max(1, rounds.reductions)
     before = max(0.0, (rounds.forward - 1) * (one - work.forward))
     before += max(0.0, one + spread - work.forward) if rounds.forward else 0.0
-    beside = rounds.reductions * (2 * work.forward + work.again)
+    beside = rounds.reductions * (work.backward + work.again)
     after = max(0.0, rounds.backward * one + sends.reductions + copies - beside)
     first, last = ends * (min(rounds.forward, 1) * one + spread), ends * (reduction + copies)
     if states.optim is not states.params:  # the optimizer's own shards are gathered

@@ -12,6 +12,8 @@ from hf_dist.parallel.pipeline.meta import grouped_flops
 
 FLOPS = 450e12
 """Of matrix products in half precision, per second."""
+FLOAT8, FLOAT8_ROWS = 800e12, 550e12
+"""Of those in float8, with a scale per tensor and per row."""
 MEMORY = 2.6e12
 """Bytes that kernels read and write, per second."""
 HOST_LINK = 25e9
@@ -36,10 +38,17 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, out: Any, tensors: Seque
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         try:
-            return max(float(count(*args, **kwargs, out_val=out)) / FLOPS, LAUNCH)
+            return max(float(count(*args, **kwargs, out_val=out)) / _rate(func, args), LAUNCH)
         except (TypeError, ValueError, AssertionError, IndexError):
             pass  # an overload that torch does not count
     return LAUNCH + sum(map(nbytes_of, tensors)) / MEMORY
+
+
+def _rate(func: Any, args: Any) -> float:
+    """Of a product, per second; that of float8 gets the scales of its factors behind them."""
+    if func._overloadpacket is not torch.ops.aten._scaled_mm:
+        return FLOPS
+    return FLOAT8_ROWS if any(scales.numel() > 1 for scales in args[2:4]) else FLOAT8
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

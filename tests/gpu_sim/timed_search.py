@@ -55,6 +55,13 @@ def run(rank: int, meet: str, stage: int, network: float, case: Case, wires: dic
         return timed.run(rank, meet, f"zero{stage}", WORLD, network, case, {}, wires)
 
 
+def same_hardware() -> Hardware:
+    """The speeds of this model, as the search has them."""
+    float8 = {"float8": costs.FLOAT8, "float8_rows": costs.FLOAT8_ROWS}
+    links = {"inside": costs.NETWORK, "host": costs.HOST_LINK, "latency": costs.LATENCY}
+    return Hardware(flops=costs.FLOPS, memory=costs.MEMORY, **float8, **links)
+
+
 def looked_up(stage: int, network: float, case: Case, wires: dict[str, Any] | None = None) -> StepTime:
     """The same step, as the search takes it to be."""
     with torch.device("meta"):
@@ -62,7 +69,7 @@ def looked_up(stage: int, network: float, case: Case, wires: dict[str, Any] | No
     own = {"gradient_clipping": CLIPPING, "hf_dist": {"tiled_loss": False, "wires": wires or {}}}
     read = load_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **own})
     config = resolve_without_trainer(read, data_ranks=1, hidden_size=case.width, on_gpu=True)
-    speeds = Hardware(costs.FLOPS, costs.MEMORY, network, network, costs.HOST_LINK, costs.LATENCY, WORLD)
+    speeds = replace(same_hardware(), inside=network, between=network, ranks_per_machine=WORLD)
     search = Search(model, config, Wanted(WORLD, WORLD, case.seq, WORLD), Limits(1 << 50, None, WORLD), speeds)
     found = search.plan(Layout(dp_shard=WORLD, stage=stage))
     assert found is not None

@@ -163,7 +163,7 @@ class MetricsCallback(TrainerCallback):
 
 
 def _peak(engine: Engine) -> float | None:
-    """Of this rank's device; None where the compute dtype or the device has none in the table."""
+    """Of this rank's device, in half precision also beside float8; None where the dtype or the device has none in the table."""
     if engine.device.type != "cuda" or engine.sharded.precision.compute not in _HALF:
         return None
     return peak_flops(torch.cuda.get_device_name(engine.device))

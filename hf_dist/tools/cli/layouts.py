@@ -126,12 +126,14 @@ def _print(asked: AskedLayouts, search: Search, found: list[Found]) -> None:
         print(f"{why_none(search)}\nUse more GPUs, shorter rows, a smaller batch, or offload in --config.")
         return
     more = [
+        *search.eights_lines(found[0]),
         *other_lines(search.of_other_axes(found), found[0]),
         *link_lines(found[0], wires_for(search.config), hardware),
     ]
     print("\n".join([*layout_table(found), *more]))
     print("microbatches: rows x number of a step. Run again: selective is all but matrix products and attention.")
     links = f"{hardware.inside / 1e9:.0f} GB/s inside, {hardware.between / 1e9:.0f} between"
-    speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s, {links}"
+    eights = f" ({hardware.float8_rows / 1e12:.0f} to {hardware.float8 / 1e12:.0f} in float8)" if search.eights else ""
+    speeds = f"{hardware.flops / 1e12:.0f} TFLOP/s{eights}, {links}"
     print(f"bytes are per rank and step; times come from a model ({speeds}): only ratios are meaningful.")
     print("Measure with `hf-dist tune`.")

@@ -142,7 +142,9 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if asked.json:
         roles: dict[str, Any] = {part.name: _role_plan(part, micro, tokens).as_dict() for part in others}
         roles |= {part.name: {"bytes": _server_nbytes(part, meta, resolved)} for part in servers}
-        more = {"longest_rows": longest, **({"roles": roles} if roles else {})}
+        more: dict[str, Any] = {"longest_rows": longest, **({"roles": roles} if roles else {})}
+        if eights := planner.eights_lines(resolved):
+            more["products_in_float8"] = eights
         print(json.dumps({**_as_dict(now, limits, tried, list(files)), **more}, indent=2))
         write_texts(files)
         _end(limits, [trainer, *others], [now, *(_role_plan(part, micro, tokens) for part in others)])
@@ -150,7 +152,12 @@ def _plan_config(asked: Asked, config: Path) -> None:
     if trainer.title:
         print(trainer.title)
     print(f"{asked.model}: microbatches of {micro} x {tokens} tokens, {world} ranks, {resolved.dtype}, {config}")
-    print(_text(now, limits, tried, planner.expert_lines(resolved), planner.form_lines(resolved, now)))
+    sections = {
+        "experts": planner.expert_lines(resolved),
+        "products in float8": planner.eights_lines(resolved),
+        "encoded messages, which change the numbers": planner.form_lines(resolved, now),
+    }
+    print(_text(now, limits, tried, sections))
     if longest is not None:
         shared = f", {longest // ranks} on each of {ranks} ranks" if ranks > 1 else ""
         print(f"longest rows that fit: {longest} tokens{shared}")
@@ -239,7 +246,7 @@ def _tokens(text: str) -> int:
     return int(number) * factor
 
 
-def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str], forms: list[str]) -> str:
+def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], sections: dict[str, list[str]]) -> str:
     from hf_dist.planning.describe import plan_table, settings, verdict
 
     title = "would save more" if limits.device and not now.over(limits) else "one setting"
@@ -247,8 +254,7 @@ def _text(now: MemoryPlan, limits: Limits, tried: list[Tried], experts: list[str
     parts = {
         f"per rank{where}": plan_table(now),
         "verdict": [*verdict(now, limits), *([] if limits.device else [_NO_VERDICT])],
-        "experts": experts,
-        "encoded messages, which change the numbers": forms,
+        **sections,
         title: settings(tried, limits) or ["nothing that hf_dist has a setting for saves memory here"],
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) for name, lines in parts.items() if lines)
