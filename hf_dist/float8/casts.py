@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_dist.config import DistConfig, settled
 from hf_dist.float8.product import weight_casts
+from hf_dist.tensors.one_kernel import one_kernel
 
 __all__ = ["Kept", "UnitCasts", "keeps_casts", "kept_nbytes"]
 
@@ -50,7 +51,8 @@ class UnitCasts:
         if versions is not None and torch.is_grad_enabled():  # an evaluation reads each weight once
             with torch.no_grad():
                 for layer in self._layers:
-                    layer.kept.forward, layer.kept.backward = weight_casts(_transposed(layer), layer)
+                    made = one_kernel(weight_casts, _transposed(layer), layer.config, layer.linear_mm_config)
+                    layer.kept.forward, layer.kept.backward = made
             self._made_of = versions
 
     def release(self) -> None:

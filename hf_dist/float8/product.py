@@ -32,13 +32,16 @@ def product(layer: Any, x: torch.Tensor, weight_t: torch.Tensor) -> torch.Tensor
     return made
 
 
-def weight_casts(weight_t: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`weight_t` (in, out) in eight bits: for the forward, and for the input's gradient; one where one scale serves both."""
-    forward, backward = layer.config.cast_config_weight, layer.config.cast_config_weight_for_grad_input
-    first = _cast(weight_t, forward, 0, "WEIGHT", layer.linear_mm_config)
+def weight_casts(weight_t: torch.Tensor, recipe: Any, mm_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weight_t` (in, out) in eight bits: for the forward, and for the input's gradient; one where one scale serves both.
+
+    `recipe`, `mm_config`: torchao's, of a converted layer.
+    """
+    forward, backward = recipe.cast_config_weight, recipe.cast_config_weight_for_grad_input
+    first = _cast(weight_t, forward, 0, "WEIGHT", mm_config)
     if forward == backward and not _by_rows(forward):
         return first, first
-    return first, _cast(weight_t, backward, -1, "WEIGHT", layer.linear_mm_config)
+    return first, _cast(weight_t, backward, -1, "WEIGHT", mm_config)
 
 
 def _by_rows(how: Any) -> bool:

@@ -34,6 +34,7 @@ def one_kernel(function: Callable[..., Any], *args: Any) -> Any:
         _failed.add(function)
         first = (str(error).splitlines() or [""])[0]
         warn_once(
-            f"encoded messages: torch.compile failed ({type(error).__name__}: {first}), so they take several times longer"
+            f"torch.compile failed ({type(error).__name__}: {first}), so encoded messages, and casts of weights to eight bits, "
+            "take several times longer"
         )
         return function(*args)

@@ -113,7 +113,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "backward multiplies with the casts of the forward",
         "float8/product.py",
-        'return first, _cast(weight_t, backward, -1, "WEIGHT", layer.linear_mm_config)',
+        'return first, _cast(weight_t, backward, -1, "WEIGHT", mm_config)',
         "return first, first",
         ("gpu_sim/test_float8.py",),
     ),
