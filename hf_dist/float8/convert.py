@@ -59,7 +59,7 @@ def planned_layers(
             )
     if not (choice.chosen or choice.stacks):
         kept = ", ".join(f"{len(paths)} {reason}" for reason, paths in choice.left.items()) or "it has none"
-        what = f"no linear layer of the model can multiply in {choice.kernels.name}: {kept}"
+        what = f"but no linear layer of the model can multiply in {choice.kernels.name}: {kept}"
         raise ConfigError(Problem(f"{SECTION}.enabled", "true", what, "Remove the section."))
     return choice
 

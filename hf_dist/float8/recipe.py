@@ -46,7 +46,7 @@ def recipe_of(config: DistConfig) -> Any:
     try:
         float8: Any = importlib.import_module("torchao.float8")
     except ImportError as error:
-        found = f"torchao cannot be imported ({type(error).__name__}: {error})"
+        found = f"but torchao cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(Problem(f"{SECTION}.enabled", "true", found, EXTRA)) from error
     if section.recipe == MX:
         return _block_recipe(section.emulate)
@@ -64,10 +64,10 @@ def _block_recipe(emulate: bool) -> Any:
     try:
         found = block_recipe(emulate)
     except (ImportError, AttributeError) as error:
-        what = f"the installed torchao has no such products ({type(error).__name__}: {error})"
+        what = f"but the installed torchao has no such products ({type(error).__name__}: {error})"
         raise ConfigError(Problem(f"{SECTION}.recipe", MX, what, other)) from error
     if not emulate and kernel_is_missing():
-        what = "the installed torchao did not load its kernel mxfp8_quantize, so backward would fail"
+        what = "but the installed torchao did not load its kernel mxfp8_quantize, so backward would fail"
         raise ConfigError(Problem(f"{SECTION}.recipe", MX, what, other))
     return found
 
@@ -108,13 +108,11 @@ def refuse_hardware(config: DistConfig, device: torch.device) -> None:
     less = 'set "recipe": "rowwise", which needs 8.9' if blocks else "remove the section"
     fix = f'Set "{SECTION}.emulate": true, which is slow and gives the same numbers, or {less}.'
     if device.type != "cuda":
-        raise ConfigError(Problem(key, value, f"a {device.type} has no products in {name}", fix))
+        raise ConfigError(Problem(key, value, f"but a {device.type} has no products in {name}", fix))
     found = torch.cuda.get_device_capability(device)
     if torch.version.cuda is not None and found < needed:
         gpu = torch.cuda.get_device_name(device)
-        what = (
-            f"{gpu} has compute capability {found[0]}.{found[1]}, and products in {name} need {needed[0]}.{needed[1]}"
-        )
+        what = f"but {gpu} has compute capability {found[0]}.{found[1]}, and products in {name} need {needed[0]}.{needed[1]}"
         raise ConfigError(Problem(key, value, what, fix))
 
 
