@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["BLOCK", "BlockRecipe", "become_mxfp8", "block_recipe", "is_mxfp8", "kernel_is_missing"]
+__all__ = ["BLOCK", "BlockRecipe", "become_mxfp8", "block_recipe", "is_mxfp8", "kernel_is_missing", "stock_class"]
 
 BLOCK = 32
 """Numbers with one scale."""
@@ -53,6 +53,11 @@ def kernel_is_missing() -> bool:
         return True
 
 
+def stock_class(kind: Any) -> Any:
+    """The class that a layer of the converted class `kind` had; None for another class."""
+    return vars(kind).get(_MARK)
+
+
 def is_mxfp8(module: nn.Module) -> bool:
     """Whether `module` was converted."""
     return _MARK in vars(type(module))
@@ -60,12 +65,13 @@ def is_mxfp8(module: nn.Module) -> bool:
 
 def become_mxfp8(layer: Any, recipe: BlockRecipe) -> None:
     """Convert one layer in place. Local."""
-    layer.__class__ = _class_of(recipe.kind)
+    cls: Any = type(layer)
+    layer.__class__ = _class_of(recipe.kind, cls)
     vars(layer).update(recipe.options)
 
 
 @functools.cache
-def _class_of(kind: Any) -> type[nn.Module]:
+def _class_of(kind: Any, cls: Any) -> type[nn.Module]:
     product: Any = getattr(importlib.import_module(kind.__module__), _FUNCTION)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -82,4 +88,6 @@ def _class_of(kind: Any) -> type[nn.Module]:
         out = out[:count].reshape(*x.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__, _MARK: nn.Linear})
+    # A subclass with the stock forward keeps its other methods.
+    bases = (kind,) if cls is nn.Linear else (kind, cls)
+    return type(kind.__name__, bases, {"forward": forward, "__module__": __name__, _MARK: cls})

@@ -57,7 +57,7 @@ class UnitCasts:
 
     def release(self) -> None:
         """Free the casts. Local."""
-        for layer in self._layers if self._made_of is not None else ():
+        for layer in self._layers:  # of those, too, that were made before one failed
             layer.kept.forward = layer.kept.backward = None
         self._made_of = None
 

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist.float8.blocks import is_mxfp8
+from hf_dist.float8.blocks import is_mxfp8, stock_class
 from hf_dist.float8.casts import Kept
 from hf_dist.float8.product import prepare_product, product
 from hf_dist.float8.stacks import is_float8_stack
 
 __all__ = ["become_float8", "is_float8", "is_linear", "make_plain", "plain"]
 
-_PREFIX = "Float8"
-_SET = ("config", "linear_mm_config")
-"""What the forward of a converted layer reads."""
+_MARK = "_float8_linear_of"
+"""Attribute of classes of converted layers: the class that the layer had."""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -39,8 +38,8 @@ def _is_transposed(cls: type) -> bool:
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Whether `module` was converted."""
-    return type(module).__name__.startswith(_PREFIX) and all(hasattr(module, key) for key in _SET)
+    """Whether `module` was converted here; a layer that a user gave torchao is another."""
+    return _MARK in vars(type(module))
 
 
 def become_float8(layer: nn.Module, recipe: Any) -> None:
@@ -52,7 +51,7 @@ def become_float8(layer: nn.Module, recipe: Any) -> None:
         made = linear.Float8Linear(16, 16, bias=False, config=recipe)
     names = {key for key in vars(made) if key not in vars(nn.Linear(1, 1, device="meta"))}
     cls: Any = type(layer)
-    _change(layer, _straight() if isinstance(layer, nn.Linear) else _transposed(cls))
+    _change(layer, _straight(cls) if isinstance(layer, nn.Linear) else _transposed(cls))
     vars(layer).update({key: value for key, value in vars(made).items() if key in names})
     vars(layer)["kept"] = Kept()
 
@@ -66,7 +65,7 @@ def _torchao() -> Any:
 
 
 @functools.cache
-def _straight() -> type:
+def _straight(cls: Any) -> type:
     stock = _torchao().Float8Linear
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +75,9 @@ def _straight() -> type:
         out = product(self, x, self.weight.t())
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    return type(stock.__name__, (stock,), {"forward": forward, "__module__": __name__})
+    # A subclass with the stock forward keeps its other methods.
+    bases = (stock,) if cls is nn.Linear else (stock, cls)
+    return type(f"Float8{cls.__name__}", bases, {"forward": forward, "__module__": __name__, _MARK: cls})
 
 
 @functools.cache
@@ -86,7 +87,7 @@ def _transposed(cls: Any) -> type:
         out = product(self, x, self.weight.view_as(self.weight))
         return out + self.bias.to(out.dtype)
 
-    return type(f"{_PREFIX}{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    return type(f"Float8{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__, _MARK: cls})
 
 
 @contextmanager
@@ -105,5 +106,5 @@ def make_plain(model: nn.Module) -> dict[nn.Module, type]:
     kinds = (is_float8, is_mxfp8, is_float8_stack)
     found = {module: type(module) for module in model.modules() if any(is_one(module) for is_one in kinds)}
     for module, kind in found.items():
-        _change(module, nn.Linear if isinstance(module, nn.Linear) else kind.__mro__[1])
+        _change(module, vars(kind).get(_MARK) or stock_class(kind) or kind.__mro__[1])
     return found

@@ -27,7 +27,7 @@ from hf_dist.config import settled
 from hf_dist.dist.axes import NEIGHBOURS, Axes
 from hf_dist.dist.low_rank import message_numels
 from hf_dist.planning.mean import Mean
-from hf_dist.planning.planned_unit import PlannedUnit
+from hf_dist.planning.planned_unit import PlannedGroup, PlannedUnit
 from hf_dist.planning.sliced import Crossed, add, merged
 from hf_dist.planning.state_bytes import States
 from hf_dist.sharding.group_axes import DENSE
@@ -53,24 +53,36 @@ def step_traffic(states: States, *, accumulation: int = 1, replicas: int = 1) ->
     return merged(*state_traffic(states.with_config(config), axes).values())
 
 
+class _Sent:
+    """What one rank sends in a step, added up by axis."""
+
+    def __init__(self) -> None:
+        self.by_axis: Traffic = {}
+
+    def send(self, axis: str, op: str, ranks: int, nbytes: int, times: int = 1) -> None:
+        """A collective of `ranks` ranks over `nbytes` in all."""
+        if ranks > 1 and times:
+            sent = (2 if op == "all_reduce" else 1) * (ranks - 1) * nbytes // ranks
+            add(self.by_axis.setdefault(axis, {}), op, times * sent, times)
+
+    def gather(
+        self, axis: str, ranks: int, numel: int, dtype: torch.dtype, codec: Codec | None, times: int = 1
+    ) -> None:
+        """An all-gather of `numel` elements in all."""
+        nbytes = numel * dtype.itemsize if codec is None else ranks * codec.nbytes(numel // ranks)
+        self.send(axis, "all_gather", ranks, nbytes, times)
+
+    def reduce(self, mean: Mean, codec: Codec | None, times: int = 1) -> None:
+        """The collectives of a mean."""
+        for one in mean.sent(codec):
+            self.send(*one, times)
+
+
 def state_traffic(states: States, axes: Axes) -> Traffic:
     """One rank's traffic for weights, gradients and norm in a step, by axis; `states`: those of a rank of `axes`."""
     accumulation = settled(states.config.gradient_accumulation_steps) or 1
-    found: Traffic = {}
-
-    def send(axis: str, op: str, ranks: int, nbytes: int, times: int = 1) -> None:
-        if ranks > 1 and times:
-            sent = (2 if op == "all_reduce" else 1) * (ranks - 1) * nbytes // ranks
-            add(found.setdefault(axis, {}), op, times * sent, times)
-
-    def gather(axis: str, ranks: int, numel: int, dtype: torch.dtype, codec: Codec | None, times: int = 1) -> None:
-        nbytes = numel * dtype.itemsize if codec is None else ranks * codec.nbytes(numel // ranks)
-        send(axis, "all_gather", ranks, nbytes, times)
-
-    def reduce(mean: Mean, codec: Codec | None, times: int = 1) -> None:
-        for one in mean.sent(codec):
-            send(*one, times)
-
+    sent = _Sent()
+    found, send, gather, reduce = sent.by_axis, sent.send, sent.gather, sent.reduce
     alone = states.config.local_sgd.enabled and axes.size("dp_replicate") > 1
     placements = states.placements
     shards_params, shards_optim = placements.params is Placement.SHARD, placements.optim is Placement.SHARD
@@ -101,17 +113,7 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
             else:
                 reduce(states.reduction(group), wires.gradients, windows)
             held = group.at_rest.gradient
-            # Copies of a shard: the mean of its gradient, or their pieces of that, and their pieces of the weights afterwards.
-            awaiting = group.at_rest.awaiting
-            numel = held.numel if awaiting is None else awaiting.numel
-            for axis, _ in DENSE:
-                meets = alone and axis == "dp_replicate"
-                codec = placements.wires.meetings if meets else wires.copies if axis == "dp_replicate" else None
-                dtype = MASTER_DTYPE if meets else held.dtype
-                reduce(Mean(axis, axes.size(axis), numel, dtype, whole=awaiting is None), codec)
-                if awaiting is not None:
-                    gather(axis, axes.size(axis), numel, group.dtype, codec)
-                    numel //= axes.size(axis)
+            _between_copies(sent, states, group, axes, alone)
             if group.copies is not None:
                 kind = (*group.copies, held.dtype)
                 alike[kind] = alike.get(kind, 0) + held.numel * held.dtype.itemsize
@@ -124,6 +126,21 @@ def state_traffic(states: States, axes: Axes) -> Traffic:
         every = states.config.local_sgd.every
         found["dp_replicate"] = {op: (n // every, b // every) for op, (n, b) in found["dp_replicate"].items()}
     return found
+
+
+def _between_copies(sent: _Sent, states: States, group: PlannedGroup, axes: Axes, alone: bool) -> None:
+    """The mean of a shard's gradient over its copies, or their pieces of that, and of the weights afterwards. `alone`: copies
+    along `dp_replicate` exchange their movement instead."""
+    wires, held, awaiting = group.at_rest.wires, group.at_rest.gradient, group.at_rest.awaiting
+    numel = held.numel if awaiting is None else awaiting.numel
+    for axis, _ in DENSE:
+        meets = alone and axis == "dp_replicate"
+        codec = states.placements.wires.meetings if meets else wires.copies if axis == "dp_replicate" else None
+        dtype = MASTER_DTYPE if meets else held.dtype
+        sent.reduce(Mean(axis, axes.size(axis), numel, dtype, whole=awaiting is None), codec)
+        if awaiting is not None:
+            sent.gather(axis, axes.size(axis), numel, group.dtype, codec)
+            numel //= axes.size(axis)
 
 
 def _uses(states: States, unit: PlannedUnit, accumulation: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_dist.float8 import casts as casts_module
 from hf_dist.planning.state_bytes import States
 from tests import needs
 from tests.covering import FULL_GRID
@@ -136,6 +137,27 @@ def test_a_write_between_two_microbatches_is_cast_as_well(write: Any, then: str)
             with torch.no_grad():
                 found.append(engine(**second).loss)
     assert torch.equal(*found)
+
+
+def test_casts_that_were_made_before_one_failed_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, for one; the weights may have changed when the layers run again."""
+    engine = engine_of(replace(CASE, stage=1), "window")
+    unit = engine.sharded.units[-1]
+    assert unit.casts is not None
+    made, stock = [0], casts_module.one_kernel
+
+    def failing(*args: Any) -> Any:
+        made[0] += 1
+        if made[0] == 3:
+            raise torch.OutOfMemoryError("for the test")
+        return stock(*args)
+
+    monkeypatch.setattr(casts_module, "one_kernel", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        unit.renew_casts()
+    assert unit.casts.nbytes > 0
+    unit.release_casts()
+    assert unit.casts.nbytes == 0
 
 
 def in_a_pipeline(rank: int, world: int) -> dict[str, Any]:

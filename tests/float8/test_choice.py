@@ -17,9 +17,11 @@ from hf_dist.config import AutoSources, load_config, resolve
 from hf_dist.config.accelerate import launched_precision
 from hf_dist.config.convert import from_accelerate
 from hf_dist.errors import ConfigError
+from hf_dist.float8.blocks import is_mxfp8
 from hf_dist.float8.choice import choose
 from hf_dist.float8.convert import choose_layers, convert
 from hf_dist.float8.linear import is_float8, plain
+from hf_dist.float8.recipe import recipe_of
 from hf_dist.hf.args import DistTrainingArguments
 from tests import needs
 from tests.float8.training import Case, model_of
@@ -241,3 +243,23 @@ def test_below_an_adapter_only_lora_leaves_the_weight_to_its_layer() -> None:
     ):
         found = choose(get_peft_model(model_of(Case()), adapter))
         assert len(found.left.get("whose weight other code reads", ())) == reads
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_subclasses_keep_their_methods_and_layers_of_torchaos_own_stay(recipe: str) -> None:
+    from torchao.float8.float8_linear import Float8Linear
+
+    class Named(nn.Linear):
+        def named(self) -> str:
+            return "its own"
+
+    theirs = Float8Linear(32, 32, config=recipe_of(config()))
+    model = nn.Sequential(nn.Linear(32, 32), Named(32, 32), theirs, nn.Linear(32, 32))
+    choice = choose_layers(model, config(recipe=recipe), CPU)
+    assert choice is not None and list(choice.chosen) == ["1"]
+    convert(choice, config(recipe=recipe))
+    converted, layer = (is_mxfp8 if recipe == "mxfp8" else is_float8), model[1]
+    assert converted(layer) and isinstance(layer, Named) and layer.named() == "its own" and not converted(theirs)
+    with plain(model):
+        assert type(layer) is Named and type(theirs) is Float8Linear
+    assert converted(layer)

@@ -49,6 +49,9 @@ def _mixed() -> list[Case]:
     return [Case(**cell, world=4, bf16=False, family="qwen3_moe" if cell["ep"] > 1 else "llama") for cell in found]
 
 
+MIXED = _mixed()
+
+
 def _cases() -> list[Case]:
     data = {
         "stage": (0, 1, 2, 3),
@@ -85,7 +88,7 @@ def _cases() -> list[Case]:
         Case(family="experts", recipe="tensorwise", checkpointing=True, steps=2),
         *(Case(recipe="mxfp8", **case, **brief) for case in ({"stage": 0}, {"tp": 2}, {"pp": 2, "stage": 1})),
         Case(recipe="mxfp8", lora=True, checkpointing=True, steps=2),
-        *_mixed(),
+        *MIXED,
     ]
 
 
@@ -118,10 +121,10 @@ def test_ranks_equal_one_process_under_torchao(case: Case, on_ranks: dict[Case, 
     assert not any(isinstance(rank, str) for rank in ranks), ranks
     wanted, data = alone(case), {rank["data"]: rank for rank in ranks}
     assert case.pp > 1 or set(ranks[0]["chosen"]) == set(wanted["chosen"])
-    # Slices, parts of sequences and spread experts add up in another order. Where a number is then on the other side of a
-    # border between two of eight bits, it changes by a sixteenth. So their first loss is compared to 1e-5, and what follows
-    # to a unit of bf16.
-    tolerance = 2**-7 if case.tp * case.cp * case.ep > 1 else 1e-5
+    # Spread experts, and slices and parts of sequences in some cells of the grid, add up in another order. Where a number is
+    # then on the other side of a border between two of eight bits, it changes by a sixteenth. So the first loss is compared
+    # to 1e-5, and what follows more loosely.
+    tolerance = 2**-7 if case in MIXED else 5e-3 if case.ep > 1 else 1e-5
     for step in range(case.steps):
         loss = sum(rank["losses"][step] for rank in data.values()) / case.data
         assert loss == pytest.approx(wanted["losses"][step], rel=tolerance if step else 1e-5)
